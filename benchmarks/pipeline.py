@@ -24,7 +24,6 @@ from torch.distributed.pipelining import PipelineStage
 
 import wordrun
 from wordrun import dist
-from wordrun.checks import stages
 from wordrun.config import SCHEDULES, PPConfig
 from wordrun.train.hooks import Hook, Training
 
@@ -112,7 +111,7 @@ def record(world: dist.World, schedule: str, overrides: list[str], folder: str) 
     assert isinstance(cfg.backend, PPConfig)
     fractions = [idle_fraction(passes, world.size) for passes in steps]
     parts = cfg.backend.microbatches_of(cfg.model.batch_size, pp)
-    return steps[len(steps) // 2], statistics.median(fractions), stages(cfg.backend, pp) // pp, parts
+    return steps[len(steps) // 2], statistics.median(fractions), cfg.backend.stages(pp) // pp, parts
 
 
 def draw(found: dict[str, tuple[list[Pass], str]], ranks: int, path: Path) -> None:

@@ -214,9 +214,9 @@ def operations(world: World, group: Group) -> dict[str, tuple[Callable[[int], Ca
 
     def point_to_point(size: int) -> Call:
         x = torch.zeros(max(1, size // 4), device=device)
-        place = group.ranks.index(world.rank)
-        other = group.ranks[place ^ 1] if place ^ 1 < n else None
-        return lambda: _ping_pong(x, other, first=place % 2 == 0, group=handle)
+        index = group.ranks.index(world.rank)
+        other = group.ranks[index ^ 1] if index ^ 1 < n else None
+        return lambda: _ping_pong(x, other, first=index % 2 == 0, group=handle)
 
     def all_reduce_mpi(size: int) -> Call:
         import numpy

@@ -29,7 +29,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
     """
-    problems = [*_ask(cfg, "problems"), *choices.check(cfg), *_ask(cfg, "conflicts", cfg)]
+    problems = [*_ask(cfg, "problems"), *choices.problems(cfg), *_ask(cfg, "conflicts", cfg)]
     at = Layout()
     if ranks is not None:
         try:
@@ -70,13 +70,6 @@ def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
         suits = cfg.model.sequences_per_step() or 0
         return cfg.optimizer.gas or max(1, round(suits / (cfg.model.batch_size * dp)))
     return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
-
-
-def stages(backend: PPConfig, pp: int) -> int:
-    """Return the number of stages in a pipeline of ``pp`` ranks."""
-    if backend.schedule == "ZBVZeroBubble":
-        return 2 * pp  # the stages form a V: each rank has one in each half
-    return pp * backend.stages_per_rank if backend.schedule in config.INTERLEAVED else pp
 
 
 def require_transformer(cfg: Config, why: str) -> config.TransformerConfig:
@@ -234,7 +227,7 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
         other = next(n for n in smaller if n == 1 or model.block_size % math.lcm(2 * n, n * at.tp) == 0)
         yield (
             f"model.block_size={model.block_size} should be a multiple of {parts}: with backend.cp={at.cp}{tp}, each "
-            f"rank has an early and a late piece of every sequence; use model.block_size={fits}, or backend.cp={other}"
+            f"rank has an early and a late chunk of every sequence; use model.block_size={fits}, or backend.cp={other}"
         )
     heads, ranks = math.gcd(model.n_head, model.key_heads()), at.cp * at.tp
     other = next(n for n in smaller if n == 1 or heads % (n * at.tp) == 0)
@@ -291,7 +284,7 @@ def _check_tensor(model: config.ModelConfig, tp: int) -> Iterator[str]:
 
 
 def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]:
-    count, parts = stages(backend, at.pp), backend.microbatches_of(cfg.model.batch_size, at.pp)
+    count, parts = backend.stages(at.pp), backend.microbatches_of(cfg.model.batch_size, at.pp)
     if count > cfg.transformer.n_layer:
         yield (
             f"a pipeline of {count} stages (backend.pp={at.pp}, backend.schedule={backend.schedule}) needs as many "

@@ -9,7 +9,7 @@ from wordrun.config import Config
 from wordrun.validation import one_of
 
 
-def check(cfg: Config) -> Iterator[str]:
+def problems(cfg: Config) -> Iterator[str]:
     """Yield every problem; none depends on the number of ranks."""
     yield from _sections(cfg)
     yield from _several(cfg)
@@ -61,8 +61,7 @@ def _sections(cfg: Config) -> Iterator[str]:
             "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
             "use train.compile=false"
         )
-    replicated = backend.replicated or (isinstance(backend, config.DilocoConfig) and backend.inner.upper() == "DDP")
-    if train.compile_scope == "model" and not replicated:
+    if train.compile_scope == "model" and not backend.one_module:
         yield (
             f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
             "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
@@ -81,6 +80,6 @@ def check_float8(cfg: Config) -> Iterator[str]:
             f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
             f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"
         )
-    if isinstance(cfg.model, config.MoEConfig) or cfg.lora_rank:
+    if "ep" in cfg.model.divides or cfg.lora_rank:
         what = "LoRA has" if cfg.lora_rank else "experts are"
         yield f"{float8} is for linear layers, and {what} products of another kind: use train.float8=none"

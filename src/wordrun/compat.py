@@ -2,6 +2,7 @@
 
 Tried with torch 2.8 to 2.13, and DeepSpeed 0.19.8 with 2.8 and 2.13; a function that depends on the version says how.
 Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
+The doors of single parts of wordrun are in ``compat_*``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch.utils import _python_dispatch
 
-from wordrun.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -34,8 +33,20 @@ CPU_SHARES_HEADS = torch.__version__ >= "2.9"
 """Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materialises the weights instead."""
 UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of optimizers that torch's compiler leaves alone."""
+COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+"""Modules of torch's collectives; if one is renamed, its errors count as those of the code that calls it."""
 DISABLED = "__dynamo_disable"
 """The attribute in which torch keeps how to call a function that its compiler leaves alone."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` has been changed in place. No fallback: autograd checks it by this name."""
+    return tensor._version
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether anything has imported torch's compiler; False if its module has moved."""
+    return "torch._dynamo" in sys.modules
 
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
@@ -87,7 +98,7 @@ def is_strided(placement: Any) -> bool:
 def cpu_is_fast_at_bf16() -> bool:
     """Return whether the processor has instructions for bf16 and oneDNN uses them; False if torch cannot tell.
 
-    Without them, as with ``ONEDNN_MAX_CPU_ISA=AVX2``, products in bf16 take some hundred times as long.
+    Without them, as with ``ONEDNN_MAX_CPU_ISA=AVX2``, products in bf16 take hundreds of times as long.
     """
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     found = any(getattr(torch.cpu, name, bool)() for name in names)
@@ -148,7 +159,7 @@ def _unless_loaded(outer: Any, inner: Any) -> Any:
     """Return a function that calls ``inner`` or, once the compiler has been imported, ``outer``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not compiler_is_loaded():
             return inner(*args, **kwargs)
         with contextlib.suppress(AttributeError):  # another thread was faster
             delattr(inner, DISABLED)
@@ -160,7 +171,7 @@ def _unless_loaded(outer: Any, inner: Any) -> Any:
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Take a step of ``optimizer``; torch's own do not import the compiler, which would have nothing to compile."""
     kind: Any = type(optimizer)
-    if "torch._dynamo" in sys.modules or not kind.__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+    if compiler_is_loaded() or not kind.__module__.startswith("torch.optim.") or "step" in vars(optimizer):
         optimizer.step()
     else:
         _plain_step(kind)(optimizer)
@@ -168,7 +179,10 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def _plain_step(kind: Any) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return the method ``step`` of an optimizer of torch's with its hooks, but without its notes to the compiler."""
+    """Return the method ``step`` of an optimizer of torch's with its hooks, but without its notes to the compiler.
+
+    No fallback: hooks of every optimizer, torch's profiler's among them, are run by this name.
+    """
     return torch.optim.Optimizer.profile_hook_step(torch.no_grad()(inspect.unwrap(kind.step)))
 
 
@@ -249,7 +263,7 @@ def ddp_without_compiler() -> Iterator[None]:
 
     It asks for one setting, whose default it gets instead. If a version asks for more, the import happens.
     """
-    if "torch._dynamo" in sys.modules:
+    if compiler_is_loaded():
         yield
         return
 
@@ -297,36 +311,8 @@ def sync_batch_norm(module: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tens
     return torch.nn.SyncBatchNorm.forward(module, x)  # type: ignore[arg-type]
 
 
-check_channels = torch.nn.SyncBatchNorm._check_non_zero_input_channels
-"""A method that ``module`` in ``sync_batch_norm`` must have, under torch's name."""
-
-
-def torchvision(module: str, user: str) -> Any:
-    """Import a module of torchvision, which ``user`` needs.
-
-    Its wheels for CUDA do not find their operators beside a torch for CPUs, and the import of torchvision fails as it
-    describes two of them to the compiler. Data and models use neither, so both are declared, and will never be called.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return importlib.import_module(f"torchvision.{module}")
-    except ImportError as error:
-        raise ConfigError(f"{user} needs torchvision ({error}): pip install 'wordrun[vision]'") from None
-    except RuntimeError as error:
-        if "operator torchvision::" not in str(error) or _declared:
-            raise
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]
-    _declared.append(torch.library.Library("torchvision", "FRAGMENT"))  # type: ignore[no-untyped-call]
-    for name in ("nms", "qnms"):
-        _declared[0].define(f"{name}() -> ()")  # type: ignore[no-untyped-call]
-    return importlib.import_module(f"torchvision.{module}")
-
-
-_declared: list[torch.library.Library] = []
-"""The operators of torchvision that ``torchvision`` has declared; they exist as long as this object."""
+check_channels = getattr(torch.nn.SyncBatchNorm, "_check_non_zero_input_channels", lambda module, x: None)
+"""A method that ``module`` in ``sync_batch_norm`` must have, under torch's name. Without it, nothing is checked."""
 
 
 def record_memory(entries: int) -> None:

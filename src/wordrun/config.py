@@ -316,12 +316,12 @@ class MoEConfig(LlamaConfig):
 
 @dataclass
 class ModernConfig(LlamaConfig):
-    """A GPT with rotary embedding, QK norm, squared ReLU, value embeddings and more; one dial, depth, sizes it."""
+    """A GPT with rotary embedding, QK norm, squared ReLU, value embeddings and more; depth alone sizes it."""
 
     name: str = "modern"
     """Name of the preset; part of the run directory."""
     depth: int | None = None
-    """One dial for the size, as in nanochat: with depth blocks, n_embd = 64 depth (rounded up to a multiple of 128),
+    """Number of blocks, from which others follow as in nanochat: n_embd = 64 depth (rounded up to a multiple of 128),
     heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a power of two, then to whole
     micro-steps), and with optimizer=muon the learning rates 0.004 sqrt(768 / n_embd). Each applies unless it is set by
     itself. null: 4 blocks, 4 heads, n_embd=128."""
@@ -502,7 +502,7 @@ class TextConfig(DataConfig):
         if not (prompt in self.template.partition(answer)[0] and self.template.count(answer) == 1):
             yield f"data.template={self.template!r} should contain {prompt} and then {answer}, which occurs once"
         if self.align:
-            yield "data.align=true is not for pairs, which a sequence holds whole anyway: omit it"
+            yield "data.align=true has no effect on pairs, which are never divided over sequences: omit it"
 
     def _mix_problems(self) -> Iterable[str]:
         if self.kind != "mix":
@@ -632,6 +632,15 @@ class BackendConfig(Section):
         """Whether a step must have one micro-step."""
         return False
 
+    @property
+    def one_module(self) -> bool:
+        """Whether nothing runs between the blocks, so that the model may be compiled as one graph."""
+        return self.replicated
+
+    def stages(self, pp: int) -> int:
+        """Return the number of stages in a pipeline of ``pp`` ranks."""
+        return 1
+
     def microbatches_of(self, batch_size: int, pp: int) -> int:
         """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
         return 1
@@ -678,14 +687,14 @@ class FSDPConfig(BackendConfig):
     shard: int = -1
     """Number of ranks across which each replica is sharded; -1: all remaining ranks."""
     cp: int = 1
-    """Context-parallel ranks: the number among which each sequence is divided, for sequences that need more memory
-    than a rank has; -1: all remaining ranks."""
+    """Context-parallel ranks: the number over which each sequence is divided, for sequences that are too long for one
+    rank's memory; -1: all remaining ranks."""
     cp_attention: str = "auto"
     """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads), gather (all gather
     keys and values), ring (keys and values travel, for the least memory); auto: heads if their number allows it, or
     ring."""
     ep: int = 1
-    """Expert-parallel ranks: the number among which the experts of a mixture are divided; part of shard x cp."""
+    """Expert-parallel ranks: the number over which the experts of a mixture are divided; part of shard x cp."""
     tp: int | None = 1
     """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
     reshard_after_forward: bool = True
@@ -766,6 +775,12 @@ class PPConfig(FSDPConfig):
         """Whether gradients of weights are computed later than those of activations."""
         return self.schedule in ZERO_BUBBLE
 
+    def stages(self, pp: int) -> int:
+        """Return the number of stages; with ZBVZeroBubble they form a V, and each rank has one in each half of it."""
+        if self.schedule == "ZBVZeroBubble":
+            return 2 * pp
+        return pp * self.stages_per_rank if self.schedule in INTERLEAVED else pp
+
     def microbatches_of(self, batch_size: int, pp: int) -> int:
         """Return the option, or one micro-batch per rank of the pipeline if possible."""
         return self.microbatches or math.gcd(batch_size, pp)
@@ -843,7 +858,7 @@ class DeepSpeedConfig(BackendConfig):
 
 @dataclass
 class DilocoConfig(BackendConfig):
-    """DiLoCo: islands of ranks train by themselves, and exchange weights every so many steps, for slow links."""
+    """DiLoCo, for slow links: islands of ranks train alone, and exchange weights every backend.sync_every steps."""
 
     independent: ClassVar[bool] = True
 
@@ -865,6 +880,11 @@ class DilocoConfig(BackendConfig):
     """Divide the weights into this many fragments of whole blocks, exchanged at different steps (streaming DiLoCo)."""
     exchange_bits: int = 32
     """Bits per weight of what is exchanged: 32, 8 or 4."""
+
+    @property
+    def one_module(self) -> bool:
+        """Whether nothing runs between the blocks, as with DDP within the islands."""
+        return self.inner.upper() == "DDP"
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""

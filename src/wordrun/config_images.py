@@ -94,7 +94,8 @@ class ConvNetConfig(ModelConfig):
         yield from positive("model", self, "channels", "hidden")
         yield from one_of("model.norm", self.norm, ["none", "batch", "sync"])
         if not 0 <= self.dropout < 0.5:
-            yield f"model.dropout={self.dropout} should be at least 0 and less than 0.5, as the last layer has twice it"
+            problem = "should be at least 0 and less than 0.5, because the last layer uses twice this value"
+            yield f"model.dropout={self.dropout} {problem}"
 
 
 @dataclass

@@ -46,7 +46,7 @@ def accepted(cfg: Config) -> list[int] | None:
             why = ""
         except ConfigError as error:
             why = f" ({str(error).splitlines()[0].partition(': use ')[0]})"
-        remedy = f"use --elastic {smaller[-1]}, since {_listed(smaller)} would do" if smaller else _remedy(cfg, want)
+        remedy = f"use --elastic {smaller[-1]}, since {_listed(smaller)} would work" if smaller else _remedy(cfg, want)
         tried = f"{want.least} to {want.most - 1}" if want.least < want.most - 1 else f"{want.least}"
         raise ConfigError(
             f"--elastic {want.least}: the run cannot continue with {tried} of its {want.most} ranks{why}: {remedy}"

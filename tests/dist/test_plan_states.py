@@ -56,9 +56,15 @@ with dist.guard(world):
             backend, found = trainer.backend, {}
             parameters = [p for part in backend.parts for p in part.parameters()]
 
+            def local(tensors):
+                return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+
             def size(tensors):
-                pieces = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-                return sum(piece.numel() * piece.element_size() for piece in pieces)
+                return sum(shard.numel() * shard.element_size() for shard in local(tensors))
+
+            if cfg.train.backend == "TP":  # FSDP pads shards
+                for shard in local(parameters):
+                    assert shard.untyped_storage().nbytes() == shard.nbytes, "it keeps the complete parameter"
 
             def count(*_):
                 states = [t for state in backend.optimizer.state.values() for t in state.values()]

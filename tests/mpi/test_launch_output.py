@@ -18,7 +18,7 @@ import pytest
 
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.output import LOST_STORE, MIXED_S, PARTIAL_S, Output, Source
-from wordrun.launch.tail import Tail
+from wordrun.launch.output_tail import Tail
 
 if TYPE_CHECKING:
     from conftest import Command, Start

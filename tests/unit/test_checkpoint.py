@@ -128,7 +128,7 @@ def test_weights_are_found_by_one_process(whole: Path, small: Words, tmp_path: P
         assert trainer.step == 12
     assert find(whole, "6").step == 6
     assert find(whole / "checkpoints/latest").step == 12
-    with pytest.raises(UserError, match="has no checkpoint 7: there are latest and those after 3, 6, 9, 12 steps"):
+    with pytest.raises(UserError, match="has no checkpoint 7: available are latest and steps 3, 6, 9, 12"):
         find(whole, "7")
     with pytest.raises(UserError, match="is not a folder"):
         find(tmp_path / "nothing")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import wordrun
-from wordrun.checks import stages
 from wordrun.config import PPConfig
 from wordrun.errors import ConfigError
 from wordrun.layouts import layout
@@ -53,7 +52,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=3", "model.n_head=3", "model.n_embd=96"],
             3,
-            "each rank has an early and a late piece of every sequence; use model.block_size=66, or backend.cp=1",
+            "each rank has an early and a late chunk of every sequence; use model.block_size=66, or backend.cp=1",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "backend.cp_attention=heads", "model.n_head=2"],
@@ -125,7 +124,7 @@ def test_tensor_parallel_groups_fit_into_nodes() -> None:
 
 
 def test_stages_and_micro_batches() -> None:
-    assert [stages(PPConfig(schedule=name), 4) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")] == [
+    assert [PPConfig(schedule=name).stages(4) for name in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")] == [
         4,
         4,
         8,

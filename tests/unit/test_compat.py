@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed import _functional_collectives, pipelining
+from torch.distributed import _functional_collectives, distributed_c10d, pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _op_schema
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
@@ -31,13 +32,19 @@ from wordrun.model.batch_norm import SyncBatchNorm
 if TYPE_CHECKING:
     from conftest import Command
 
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 TIMED = (
     (_fsdp_collectives, "DefaultAllGather"),
     (_fsdp_collectives, "DefaultReduceScatter"),
     (FSDPModule, "set_custom_reduce_scatter"),
 )
 """Which torch 2.8 does not have: FSDP's collectives are then not timed."""
-REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in the module's docstring"
+REMEDY = "torch {} lacks {}: mend wordrun.{}, and note the versions in the module's docstring"
+
+
+def remedy(name: str, function: str) -> str:
+    """Return what to do if torch lacks ``name``; a ``function`` without a module is one of ``wordrun.compat``."""
+    return REMEDY.format(torch.__version__, name, function if "." in function else f"compat.{function}")
 
 
 @pytest.mark.parametrize(
@@ -52,18 +59,35 @@ REMEDY = "torch {} lacks {}: mend wordrun.compat.{}, and note the versions in th
         (_functional_collectives, "AsyncCollectiveTensor", "waited"),
         (torch._C._distributed_c10d.Reducer, "prepare_for_backward", "settle_buckets"),
         (_python_dispatch, "_disable_current_modes", "hide_hooks"),
-        *((owner, name, "time_collectives") for owner, name in TIMED if torch.__version__ >= "2.9"),
+        (torch.Tensor, "_version", "version_of"),
+        (_StridedShard(0, split_factor=2), "split_factor", "is_strided"),
+        (torch.optim.Optimizer, "profile_hook_step", "_plain_step"),
+        (DistributedDataParallel, "_inside_ddp_forward", "spare_the_compiler"),
+        (torch.nn.Linear(1, 1), "_compiled_call_impl", "is_compiled"),
+        (torch.nn.SyncBatchNorm, "_check_non_zero_input_channels", "check_channels"),
+        (torch.cuda.memory, "_record_memory_history", "record_memory"),
+        (torch.cuda.memory, "_dump_snapshot", "dump_memory"),
+        (torch.ops.aten, f"{CPU_ATTENTION}_backward", "compat_context.flash_attention_backward"),
+        (torch.ops.aten, "_scaled_dot_product_flash_attention_backward", "compat_context.flash_attention_backward"),
+        (DTensor._op_dispatcher.sharding_propagator, "op_to_schema_info", "compat_tensor.tell_tables_apart"),
+        (_op_schema, "RuntimeSchemaInfo", "compat_tensor.tell_tables_apart"),
+        (torch._C._distributed_c10d, "_dump_fr_trace_json", "flight_recorder.flight_records"),
+        (distributed_c10d._world, "pg_names", "flight_recorder.group_names"),
+        (distributed_c10d._world, "pg_group_ranks", "flight_recorder.group_names"),
+        *(
+            (owner, name, "time_collectives") for owner, name in TIMED if torch.__version__ >= "2.9"
+        ),  # tried: 2.8 and 2.9
         *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
     ],
 )
 def test_torch_still_has_the_name(owner: object, name: str, function: str) -> None:
-    assert hasattr(owner, name), REMEDY.format(torch.__version__, name, function)
+    assert hasattr(owner, name), remedy(name, function)
 
 
 def test_the_reducer_is_an_attribute_that_can_be_released() -> None:
     names = DistributedDataParallel.__init__.__code__.co_names
     names += DistributedDataParallel._ddp_init_helper.__code__.co_names
-    assert {"reducer", "logger"} <= {*names}, REMEDY.format(torch.__version__, "DDP.reducer", "release_reducer")
+    assert {"reducer", "logger"} <= {*names}, remedy("DDP.reducer", "release_reducer")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -87,10 +111,15 @@ def test_a_pipeline_returns_nothing_where_it_can_be_asked_to() -> None:
     assert asked == [None, False]
 
 
+def test_the_compilers_setting_for_ddp_has_its_name() -> None:
+    found = hasattr(importlib.import_module("torch._dynamo.utils"), "get_optimize_ddp_mode")
+    assert found, remedy("torch._dynamo.utils.get_optimize_ddp_mode", "ddp_without_compiler")
+
+
 def test_an_error_of_the_compiler_is_recognised() -> None:
     name = "torch._dynamo.exc.BackendCompilerFailed"
     error = importlib.import_module("torch._dynamo.exc").BackendCompilerFailed(torch.compile, ValueError("g++"), None)
-    assert compat.is_compile_error(error), REMEDY.format(torch.__version__, name, "is_compile_error")
+    assert compat.is_compile_error(error), remedy(name, "is_compile_error")
     assert not compat.is_compile_error(ValueError())
 
 
@@ -119,7 +148,9 @@ def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
     for module, names in (compat_deepspeed.DEEPSPEED | compat_deepspeed.DEEPSPEED_STATE).items():
         for name in names:
             found = hasattr(importlib.import_module(module), name)
-            assert found, f"{module} has no {name} any more: mend wordrun.compat's functions for DeepSpeed"
+            assert found, (
+                f"{module} has no {name} any more: mend wordrun.compat_deepspeed, and note the version in its docstring"
+            )
     linear = F.linear
     with contextlib.ExitStack() as undo:
         compat_deepspeed.restore_after_deepspeed(undo, rank=0)
@@ -171,7 +202,9 @@ def test_a_batch_norm_can_be_torchs_synchronized_one() -> None:
 
 @pytest.mark.usefixtures("torchvision")
 def test_torchvision_can_be_imported_beside_any_torch(command: Command) -> None:
-    script = "from wordrun import compat; print(compat.torchvision('models', 'this test').resnet18.__name__)"
+    script = (
+        "from wordrun.compat_vision import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
+    )
     assert command(sys.executable, "-c", script).stdout == "resnet18\n"
 
 

@@ -144,7 +144,7 @@ def test_a_checkpoint_goes_where_it_belongs(save_run: SaveRun, capsys: pytest.Ca
     ("words", "status", "says"),
     [
         (["run=nowhere"], 2, "nowhere is not a folder"),
-        (["checkpoint=7"], 2, "has no checkpoint 7: there are latest and those after 100 steps"),
+        (["checkpoint=7"], 2, "has no checkpoint 7: available are latest and steps 100"),
         (["dtyp=fp32"], 2, "unknown option 'dtyp'; did you mean 'dtype'?"),
         (["dtype=auto", "shard_gb=0", "out=run"], 2, "dtype=auto should be one of fp32, float32, bf16, bfloat16, fp16"),
         (["dtype=auto", "shard_gb=0", "out=run"], 2, "\nshard_gb=0.0 should be a number above 0\n"),

@@ -227,7 +227,7 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
     [
         (["run=nowhere"], 2, "nowhere is not a folder: name a run directory"),
         (["run=."], 2, "contains no checkpoint: it is not a run directory"),
-        (["checkpoint=150"], 2, "has no checkpoint 150: there are latest and those after 100, 200 steps"),
+        (["checkpoint=150"], 2, "has no checkpoint 150: available are latest and steps 100, 200"),
         (["checkpoint=best"], 2, "has no checkpoint best"),
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
         (["prompt="], 2, "prompt= has no value"),

@@ -236,14 +236,14 @@ def test_boxes_of_a_grid_are_what_torch_divides(data: st.DataObject) -> None:
     stride, cuts = 1, []
     for _ in range(data.draw(st.integers(0, 3))):
         cuts.append(Cut(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 5)), stride))
-        stride *= cuts[-1].pieces
+        stride *= cuts[-1].shards
     grid, numbers = Grid(tuple(shape), tuple(cuts)), torch.arange(math.prod(shape)).view(shape)
     boxes = [grid.box(rank) for rank in range(stride)]
     for rank, box in enumerate(boxes):
         mine = numbers
         for cut in cuts:
-            pieces = [*mine.split(max(1, -(-mine.shape[cut.dim] // cut.pieces)), cut.dim)]
-            at = rank // cut.stride % cut.pieces
+            pieces = [*mine.split(max(1, -(-mine.shape[cut.dim] // cut.shards)), cut.dim)]
+            at = rank // cut.stride % cut.shards
             mine = pieces[at] if at < len(pieces) else mine.narrow(cut.dim, 0, 0)
         assert numbers[box.window].equal(mine)
     low = [data.draw(st.integers(0, size)) for size in shape]
@@ -259,7 +259,7 @@ def test_boxes_of_a_grid_are_what_torch_divides(data: st.DataObject) -> None:
 def test_what_a_model_needs_and_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     shards.write(tmp_path, [TensorShard("weight", torch.Size([2]), (0,), torch.ones(2))])
     shards.write_index(tmp_path)
-    with pytest.raises(DamagedError, match=r"other is missing, and should have \[3\]"):
+    with pytest.raises(DamagedError, match=r"other is missing; expected \[3\]"):
         shards.read(tmp_path, {"other": torch.empty(3)})
-    with pytest.raises(DamagedError, match=r"weight has the shape \[2\], and should have \[3\]"):
+    with pytest.raises(DamagedError, match=r"weight has the shape \[2\]; expected \[3\]"):
         shards.read(tmp_path, {"weight": torch.empty(3)})

@@ -6,7 +6,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, hold_back
-from wordrun.launch.tail import classify, port_taken
+from wordrun.launch.output_tail import classify, port_taken
 
 # Recorded, but for the names of PALS's hosts.
 CURABLE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wordrun.launch.tail import LAST_LINES, TAIL_BYTES, Tail, lines_of
+from wordrun.launch.output_tail import LAST_LINES, TAIL_BYTES, Tail, lines_of
 
 WORDRUN = """\
 [rank 1] failed on host n2

@@ -170,7 +170,7 @@ def test_a_pair_that_is_too_long_loses_its_end() -> None:
     [
         (["tokenizer=char"], None, "data.kind=pairs needs an end-of-text token"),
         (["data.template='{answer}'"], None, "should contain {prompt} and then {answer}"),
-        (["data.align=true"], None, "data.align=true is not for pairs"),
+        (["data.align=true"], None, "data.align=true has no effect on pairs"),
         (["data.prompt_key=question"], None, "has no text in the field data.prompt_key=question, only the fields"),
         ([], '{"prompt": "p", "answer": ""}\n', "(line 1) has an empty answer"),
         ([], '{"prompt": "p", "answer": 3}\n', "has no text in the field data.answer_key=answer"),

@@ -57,7 +57,7 @@ def test_sizes_that_keep_the_global_batch(
         (("train.backend=TP", "backend.tp=4"), 1, "start 8 ranks, which can continue with 4, or leave MIN out"),
         (("train.backend=TP", "backend.tp=4"), 1, "--elastic 1: the run cannot continue with 1 to 3 of its 4 ranks"),
         ((), 3, "--elastic 3: the run cannot continue with 3 of its 4 ranks (16 sequences per step cannot be "
-         "divided among 3 data-parallel ranks): use --elastic 2, since 1 or 2 would do"),
+         "divided among 3 data-parallel ranks): use --elastic 2, since 1 or 2 would work"),
         (("optimizer.scale_lr=linear",), 1, "optimizer.scale_lr=linear changes the learning rate with the ranks"),
         (("train.backend=deepspeed",), 1, "train.backend=deepspeed resumes on the same number of ranks only"),
     ],

@@ -26,16 +26,16 @@ class WordrunLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Remember what Hydra has composed; exit if the options are not valid, before anything is written."""
-        from wordrun.sweep import hydra
+        from wordrun.sweep import hydra_launcher
 
         self.context, self.config = hydra_context, config
-        hydra.prepare(config, self.options)
+        hydra_launcher.prepare(config, self.options)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the points; exit with their status unless all have finished."""
-        from wordrun.sweep import hydra
+        from wordrun.sweep import hydra_launcher
 
-        if status := hydra.launch(self.context, self.config, self.options, job_overrides):
+        if status := hydra_launcher.launch(self.context, self.config, self.options, job_overrides):
             raise SystemExit(status)
         return [JobReturn(list(overrides), status=JobStatus.COMPLETED) for overrides in job_overrides]
 
@@ -48,14 +48,14 @@ class OptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Remember what Hydra has composed; exit if the options are not valid, before anything is written."""
-        from wordrun.sweep import hydra
+        from wordrun.sweep import hydra_launcher
 
         self.context, self.composed = hydra_context, config
-        hydra.prepare(config, self.options, hydra.launcher_options(config))
+        hydra_launcher.prepare(config, self.options, hydra_launcher.launcher_options(config))
 
     def sweep(self, arguments: list[str]) -> None:
         """Search; exit with another status than 0 if not all points could be tried."""
-        from wordrun.sweep import hydra
+        from wordrun.sweep import hydra_launcher
 
-        if status := hydra.search(self.context, self.composed, self.options, arguments):
+        if status := hydra_launcher.search(self.context, self.composed, self.options, arguments):
             raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al. 2023): islands of ranks train by themselves, and exchange weights every so many steps.
+"""DiLoCo (Douillard et al. 2023): islands of ranks train alone, and exchange weights every ``sync_every`` steps.
 
 Each island takes steps of the inner backend and optimizer. In an exchange, the mean over the islands of what has
 changed since the last one is the gradient of an outer step, SGD with Nesterov momentum; all islands continue from its
@@ -45,12 +45,12 @@ class Islands(NativeBackend):
     """This rank's."""
     across: Any
     """Process group of the ranks that hold the same shards on each island."""
-    whole: Layout
+    all_ranks: Layout
     """The layout of all ranks."""
 
     def begin(self, options: DilocoConfig, spec: BackendSpec, across: Any) -> None:
         """Start from the initial weights; ``spec`` is that of all ranks."""
-        self.options_of_islands, self.across, self.whole = options, across, spec.layout
+        self.options_of_islands, self.across, self.all_ranks = options, across, spec.layout
         self.islands, self.island = spec.layout.islands, self.rank // self.layout.size
         self.steps, self.last = spec.step, spec.cfg.train.max_iters
         state = self.model_state()
@@ -151,7 +151,7 @@ class Islands(NativeBackend):
         optimizer, so that other backends and programs read them as usual.
         """
         outer = self._outer_state()
-        ours = shards.to_write(outer, self.whole.of_parameters, self.rank, self._rows_of(outer))
+        ours = shards.to_write(outer, self.all_ranks.of_parameters, self.rank, self._rows_of(outer))
         mine = super().share(alike)
 
         def named(name: str) -> str:

@@ -46,7 +46,7 @@ class Offload:
         """Return what autograd keeps instead of ``tensor``."""
         if type(tensor) is not Tensor or tensor.numel() < SMALL or tuple(tensor.shape) in self.stay:
             return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), compat.version_of(tensor))
         if key not in self.seen:
             self.seen[key] = self._copy(tensor), tensor
         return self.seen[key][0]

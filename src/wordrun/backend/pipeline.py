@@ -17,7 +17,7 @@ from wordrun.backend.base import BackendSpec, Bring, StepResult
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checks import accumulation, stages
+from wordrun.checks import accumulation
 from wordrun.config import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import blocks_of, owner_of
 from wordrun.errors import ConfigError
@@ -40,7 +40,7 @@ class PipelineBackend(FSDPBackend):
         if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
             wrong = f"on CPUs needs torch 2.12, not {torch.__version__}"
             raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")
-        self.count = stages(options, pp)
+        self.count = options.stages(pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
         self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.coordinate]

@@ -187,7 +187,7 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
         if chosen:
             return chosen
     steps = ", ".join(str(each.step) for each in found)
-    raise ConfigError(f"{run_dir} has no checkpoint {which}: there are latest and those after {steps} steps")
+    raise ConfigError(f"{run_dir} has no checkpoint {which}: available are latest and steps {steps}")
 
 
 class Draft:

@@ -34,19 +34,19 @@ class Box(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Divides boxes into equal pieces along one dimension; the last pieces may be smaller, or empty."""
+    """Divides boxes into equal shards along one dimension; the last shards may be smaller, or empty."""
 
     dim: int
-    pieces: int
+    shards: int
     stride: int
-    """By how much the ranks differ that hold neighbouring pieces."""
+    """By how much the ranks differ that hold neighbouring shards."""
 
     def step(self, box: Box) -> int:
-        """Return the length of a piece of ``box`` along ``dim``."""
-        return -(-box.shape[self.dim] // self.pieces)
+        """Return the length of a shard of ``box`` along ``dim``."""
+        return -(-box.shape[self.dim] // self.shards)
 
-    def piece(self, box: Box, number: int) -> Box:
-        """Return a piece of ``box``."""
+    def shard(self, box: Box, number: int) -> Box:
+        """Return a shard of ``box``."""
         dim, step = self.dim, self.step(box)
         start = min(number * step, box.shape[dim])
         size = min(step, box.shape[dim] - start)
@@ -63,16 +63,16 @@ class Grid:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
 
-    def first_piece(self) -> Grid:
-        """Return what the first cut leaves to a rank, divided by the other cuts; all ranks need equal pieces."""
+    def first_shard(self) -> Grid:
+        """Return what the first cut leaves to a rank, divided by the other cuts; all ranks need equal shards."""
         cut, *rest = self.cuts
-        return Grid(cut.piece(Box((0,) * len(self.shape), self.shape), 0).shape, tuple(rest))
+        return Grid(cut.shard(Box((0,) * len(self.shape), self.shape), 0).shape, tuple(rest))
 
     def box(self, rank: int) -> Box:
         """Return the part that ``rank`` holds."""
         box = Box((0,) * len(self.shape), self.shape)
         for cut in self.cuts:
-            box = cut.piece(box, rank // cut.stride % cut.pieces)
+            box = cut.shard(box, rank // cut.stride % cut.shards)
         return box
 
     def overlapping(self, window: Box) -> Iterator[tuple[int, Box]]:
@@ -87,4 +87,4 @@ class Grid:
         step, start = cut.step(box), window.offset[cut.dim] - box.offset[cut.dim]
         stop = min(start + window.shape[cut.dim], box.shape[cut.dim])
         for number in range(max(0, start) // step, -(-stop // step)) if step else ():
-            yield from self._divided(rank + number * cut.stride, cut.piece(box, number), cuts[1:], window)
+            yield from self._divided(rank + number * cut.stride, cut.shard(box, number), cuts[1:], window)

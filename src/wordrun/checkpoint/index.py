@@ -165,11 +165,11 @@ def _divided(name: str, facts: Mapping[str, Any], shape: tuple[int, ...]) -> Div
     (first,) = _sizes([facts["first"]])
     if len(padded) != len(shape) or any(n > most for n, most in zip(shape, padded, strict=True)):
         raise ValueError(f"{name} does not fit its padded shape {list(padded)}")
-    last = first + sum((cut.pieces - 1) * cut.stride for cut in cuts)
+    last = first + sum((cut.shards - 1) * cut.stride for cut in cuts)
     if (
         len(cuts) > MAX_CUTS
         or last >= MAX_RANKS
-        or any(cut.dim >= len(shape) or cut.pieces < 1 or cut.stride < 1 for cut in cuts)
+        or any(cut.dim >= len(shape) or cut.shards < 1 or cut.stride < 1 for cut in cuts)
     ):
         raise ValueError(f"{name} is not divided like this: {facts['cuts']!r:.60}")
     return Divided(Grid(padded, tuple(cuts)), first)

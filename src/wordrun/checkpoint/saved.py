@@ -134,7 +134,7 @@ class Saved:
             model: Model = new_model(self.config.model, **arguments)
             for name, weight in model.weights() if stored else ():
                 if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
-                    raise ValueError(f"{name} should have the shape {list(weight.shape)}, and does not")
+                    raise ValueError(f"{name} is missing, or does not have the shape {list(weight.shape)}")
         except Exception as error:  # the config may contain anything
             where = f"{self.folder} is damaged: {folders.MANIFEST}"
             raise DamagedError(f"{where}: its config is not the model's: {first_line(error)}") from None

@@ -260,7 +260,7 @@ def _parts(
         found = stored.get(name)
         if found is None or found.shape != shard.shape:
             there = "is missing" if found is None else f"has the shape {list(found.shape)}"
-            raise DamagedError(f"{folder} is damaged: {name} {there}, and should have {list(shard.shape)}")
+            raise DamagedError(f"{folder} is damaged: {name} {there}; expected {list(shard.shape)}")
         for source in found.overlapping(Box(tuple(shard.offset), tuple(shard.data.shape))):
             if windows := _overlap(source, shard):
                 part = _Part(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])

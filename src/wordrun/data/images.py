@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wordrun import compat
+from wordrun import compat_vision
 from wordrun.composer import data_home
 from wordrun.config_images import FakeImagesConfig, ImageFolderConfig, ImagesConfig
 from wordrun.data.examples import Augment, Splits
@@ -209,7 +209,7 @@ def _torchvision(name: str, data: ImagesConfig) -> Iterator[Any]:
     Raises:
         UserError: it is not there and cannot be downloaded.
     """
-    cls = getattr(compat.torchvision("datasets", f"data={data.name}"), name)
+    cls = getattr(compat_vision.torchvision("datasets", f"data={data.name}"), name)
     for train in (True, False):
         try:
             yield cls(str(_folder(data)), train=train, download=True)

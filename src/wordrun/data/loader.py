@@ -14,7 +14,7 @@ from wordrun.errors import ConfigError
 CLOSE_S = 1.0
 """Seconds that close() waits for the thread, which may hang in a file system; the thread is a daemon."""
 
-_Place = tuple[int, int]
+_Position = tuple[int, int]
 """The first example of a step, in the order of the run, and its number of micro-steps."""
 
 
@@ -62,17 +62,17 @@ class _Builder:
     pinned: bool
     prefetch: int
     condition: threading.Condition = field(default_factory=threading.Condition)
-    wanted: _Place | None = None
+    wanted: _Position | None = None
     """The next batches; None before the first request."""
-    ready: dict[_Place, _Slot] = field(default_factory=dict)
+    ready: dict[_Position, _Slot] = field(default_factory=dict)
     free: list[_Slot] = field(default_factory=list)
     failure: BaseException | None = None
     closed: bool = False
     thread: threading.Thread | None = None
 
-    def build(self, place: _Place, slot: _Slot | None = None) -> _Slot:
-        """Return the batches at ``place``, in the buffers of ``slot`` if given."""
-        first, gas = place
+    def build(self, position: _Position, slot: _Slot | None = None) -> _Slot:
+        """Return the batches at ``position``, in the buffers of ``slot`` if given."""
+        first, gas = position
         if slot is None:
             slot = _Slot([self.order.empty(self.size, pinned=self.pinned) for _ in range(gas)])
         elif slot.copied is not None:
@@ -89,27 +89,27 @@ class _Builder:
         """Return the number of examples that all ranks take in a step of ``gas`` micro-steps."""
         return gas * self.ranks * self.size
 
-    def prefetched(self, place: _Place) -> _Slot:
-        """Return the batches at ``place`` from the thread."""
+    def prefetched(self, position: _Position) -> _Slot:
+        """Return the batches at ``position`` from the thread."""
         with self.condition:
             if self.thread is None:
                 # A daemon, so the process can exit without waiting for it.
                 self.thread = threading.Thread(target=self._run, name="wordrun-loader", daemon=True)
                 self.thread.start()
-            if place not in self.ready:  # else the thread need not wake up twice
-                self.wanted = place
+            if position not in self.ready:  # else the thread need not wake up twice
+                self.wanted = position
                 self.condition.notify_all()
-            while place not in self.ready:
+            while position not in self.ready:
                 if self.failure is not None:
                     raise self.failure
                 self.condition.wait()
-            self.wanted = self._ahead(place, 1)
+            self.wanted = self._ahead(position, 1)
             self.condition.notify_all()
-            return self.ready.pop(place)
+            return self.ready.pop(position)
 
-    def _ahead(self, place: _Place, steps: int) -> _Place:
-        """Return the place ``steps`` steps after ``place``."""
-        first, gas = place
+    def _ahead(self, position: _Position, steps: int) -> _Position:
+        """Return the position ``steps`` steps after ``position``."""
+        first, gas = position
         return first + steps * self.examples(gas), gas
 
     def close(self) -> None:
@@ -124,24 +124,24 @@ class _Builder:
         """Build upcoming batches until the loader is closed."""
         try:
             while (next_ := self._next()) is not None:
-                place, slot = next_
-                slot = self.build(place, slot)
+                position, slot = next_
+                slot = self.build(position, slot)
                 with self.condition:
-                    self.ready[place] = slot
+                    self.ready[position] = slot
                     self.condition.notify_all()
         except BaseException as error:  # any error must reach the caller that waits for the batch
             with self.condition:
                 self.failure = error
                 self.condition.notify_all()
 
-    def _next(self) -> tuple[_Place, _Slot | None] | None:
-        """Return the next place to build and its buffers; None if the loader is closed."""
+    def _next(self) -> tuple[_Position, _Slot | None] | None:
+        """Return the next position to build and its buffers; None if the loader is closed."""
         with self.condition:
             while not self.closed:
                 near = [self._ahead(self.wanted, n) for n in range(self.prefetch)] if self.wanted else []
-                for place in [place for place in self.ready if place not in near]:  # stale after a jump
-                    self.free.append(self.ready.pop(place))
-                if missing := [place for place in near if place not in self.ready]:
+                for position in [position for position in self.ready if position not in near]:  # stale after a jump
+                    self.free.append(self.ready.pop(position))
+                if missing := [position for position in near if position not in self.ready]:
                     self.free = [slot for slot in self.free if len(slot.batches) == missing[0][1]]
                     return missing[0], self.free.pop() if self.free else None
                 self.condition.wait()
@@ -190,8 +190,8 @@ class Loader:
         The step consumes the next batch_size x ranks x gas examples of the run. How they are assigned to ranks and
         micro-steps does not change the update.
         """
-        builder, place = self._builder, (first, gas)
-        slot = builder.prefetched(place) if builder.prefetch and self.close.alive else builder.build(place)
+        builder, position = self._builder, (first, gas)
+        slot = builder.prefetched(position) if builder.prefetch and self.close.alive else builder.build(position)
         if self.device.type == "cpu":
             return slot.batches
         batches = slot.to(self.device)

@@ -43,4 +43,4 @@ def before_abort(call: Callable[[], None]) -> None:
 
     _kept.append(function(handle))
     before = set_terminate(ctypes.cast(_kept[0], ctypes.c_void_p))
-    atexit.register(set_terminate, before)  # C++ code may throw when there is no interpreter any more
+    atexit.register(set_terminate, before)  # C++ code may throw after the interpreter has ended

@@ -66,6 +66,9 @@ class Family:
     local_rank: str
     local_size: str
     node: str = ""
+    in_steps: bool = False
+    """Whether the processes of a SLURM step have these variables, even those that another launcher started there, and
+    a job's own shell has some of them; the number of ranks on each node is then a list, as in 4(x2),3."""
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -76,7 +79,7 @@ class Family:
         """Return whether this launcher started the process with environment ``env``."""
         if not all(env.get(name) for name in self.needs):
             return False
-        return self.launcher != "srun" or is_task(env)
+        return not self.in_steps or is_task(env)
 
     def contradicts(self, other: Family, env: Mapping[str, str]) -> bool:
         """Return whether both identify the rank, differently."""
@@ -106,7 +109,7 @@ FAMILIES = (
         "srun",
         needs=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE", node="SLURM_NODEID",
+        local_size="SLURM_STEP_TASKS_PER_NODE", node="SLURM_NODEID", in_steps=True,
     ),
     Family(
         "pals",  # sets no world size under PALS_PMI=pmix (Aurora)
@@ -165,10 +168,10 @@ def discover(env: Mapping[str, str] | None = None) -> World:
 
 def _is_inside(inner: Family, outer: Family, env: Mapping[str, str]) -> bool:
     """Return whether ``inner`` was clearly started in a process of ``outer``."""
-    if outer.is_single(env) or (inner.launcher, outer.launcher) == ("srun", "pals"):  # no PALS runs in a SLURM job
+    if outer.is_single(env) or (inner.in_steps and outer.launcher == "pals"):  # no PALS runs in a SLURM job
         return True
     # In a SLURM job, an mpiexec has its daemons started by srun, one on each node.
-    one_each = outer.launcher == "srun" and set(expand_counts(env.get(outer.local_size, ""), outer.local_size)) == {1}
+    one_each = outer.in_steps and set(expand_counts(env.get(outer.local_size, ""), outer.local_size)) == {1}
     return one_each and not inner.is_single(env)
 
 
@@ -204,7 +207,7 @@ def _parts(env: Mapping[str, str]) -> list[Family]:
     """Return the families of which only a part is set."""
     parts = [family for family in FAMILIES if env.get(family.rank) and not family.present(env)]
     plain = [PLAIN] if env.get("RANK") and env.get("WORLD_SIZE") not in (None, "", "1") else []
-    return [family for family in parts if family.launcher != "srun"] + plain  # srun's rank is 0 in a job's shell, too
+    return [family for family in parts if not family.in_steps] + plain  # srun's rank is 0 in a job's shell, too
 
 
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
@@ -213,7 +216,7 @@ def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
     if env.get("WORDRUN_LAUNCHER") == chosen.launcher and env.get("WORDRUN_LAUNCH_ID"):
         # launch has removed all others, except a SLURM step's if it was called in one. rank_env.sh has exported the
         # launcher's values, which a launcher inside this rank would have overwritten.
-        others = [LOCAL, *(family for family in present if family.launcher != "srun")]
+        others = [LOCAL, *(family for family in present if not family.in_steps)]
     else:
         others = [family for family in present if not _is_inside(chosen, family, env)]
         # A part may belong to a complete family: srun sets PMI_RANK, too.
@@ -227,8 +230,7 @@ def _check_agents(env: Mapping[str, str]) -> None:
     """Refuse an MPI launcher that started a different number of processes than torchrun has agents."""
     agents = _number("WORLD_SIZE", env) // max(1, _number("LOCAL_WORLD_SIZE", env))
     for other in FAMILIES:
-        # Every process in a step inherits its variables.
-        if other.launcher != "srun" and other.present(env) and env.get(other.size, str(agents)) != str(agents):
+        if not other.in_steps and other.present(env) and env.get(other.size, str(agents)) != str(agents):
             raise WorldError(_both(TORCHRUN, other, env))
 
 
@@ -251,7 +253,7 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
         # This launcher does not set it. Correct for ranks laid out in even blocks; otherwise MPI corrects it.
         node = (rank - local_rank) // local_size
     nodes = len(hosts) or max(node + 1, -(-size // local_size))
-    if family.launcher == "srun" and not hosts:  # nodes may hold different numbers of tasks
+    if family.in_steps and not hosts:  # nodes may hold different numbers of tasks
         nodes = len(expand_counts(env[family.local_size], family.local_size))
     world = World(
         rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes,
@@ -276,7 +278,7 @@ def _number(name: str, env: Mapping[str, str]) -> int:
 
 
 def _local_size(family: Family, env: Mapping[str, str], node: int) -> int:
-    if family.launcher == "srun":
+    if family.in_steps:
         counts = expand_counts(env.get(family.local_size, ""), family.local_size)
         return counts[min(node, len(counts) - 1)]
     return _number(family.local_size, env)

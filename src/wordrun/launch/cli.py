@@ -94,9 +94,9 @@ def _launch(options: Options) -> int:
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once if the port was taken, and up to --retries times without failed hosts."""
     from wordrun.launch.kills import Kills
+    from wordrun.launch.output_tail import classify, port_taken
     from wordrun.launch.run import run
     from wordrun.launch.supervisor import say
-    from wordrun.launch.tail import classify, port_taken
 
     for note in plan.job.notes:
         say(note)

@@ -213,10 +213,8 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     if sizes == {None}:
         unused = next((rank["mpi_unused"] for rank in ranks if rank["mpi_unused"]), "")
         wrong = f"{launcher} does not start {unused}: each rank of an MPI program is rank 0 of 1" if unused else ""
-        own = "choose an --mpi type that the library supports (srun --mpi=list): launch --launcher-args --mpi=TYPE"
-        remedy = own if launcher == "srun" else "for MPI programs, --launcher hydra or openmpi"
         ok = "a single rank needs none" if unused else "not used: no MPI library found"
-        return _check("MPI", wrong if count > 1 else "", remedy, ok, "warning")
+        return _check("MPI", wrong if count > 1 else "", plan.launcher.mpi_remedy, ok, "warning")
     wrong = "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}"
     remedy = (
         "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from wordrun.launch.tail import Fault
+from wordrun.launch.output_tail import Fault
 
 KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 """Signals that end a rank without its program's doing, or at least may not do so again."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from wordrun.launch import address
 from wordrun.launch.job import short
+from wordrun.launch.output_tail import port_taken
 from wordrun.launch.plan import LaunchPlan, guardian_again
-from wordrun.launch.tail import port_taken
 
 # A guardian is started again on a lost node after the first of these times [s], then after twice as long, and so on.
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 300.0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from wordrun.launch.tail import Tail
+from wordrun.launch.output_tail import Tail
 
 # The beginning of a line, such as a prompt, is forwarded on its own once nothing else was for this long, so that other
 # ranks' lines do not end up in it, and after the longer time in any case.

@@ -125,7 +125,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--hang",),
             "hang",
-            "stop the job when ranks have waited S seconds for others, and name these",
+            "stop the job when ranks have waited S seconds for other ranks, and name those",
             "S",
             _seconds,
         ),
@@ -140,7 +140,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             ("--elastic",),
             "elastic",
             "after a rank is killed, restart the ranks within the job (--retries N: up to N times; default 10); "
-            "MIN: without a lost node, if at least MIN ranks are left",
+            "MIN: continue without a lost node, if at least MIN ranks are left",
             "[MIN]",
             _count,
         ),
@@ -148,8 +148,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--stay",),
             "stay",
-            "with --elastic, how long ranks of wordrun have to leave a generation and stay for the next (default 5; 0: "
-            "all ranks are started again)",
+            "with --elastic, seconds in which surviving ranks of wordrun may rejoin after a fault instead of being "
+            "restarted (default 5; 0: all ranks are restarted)",
             "S",
             _seconds_or_0,
         ),

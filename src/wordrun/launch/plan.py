@@ -88,7 +88,7 @@ def build(
 def _guarded(request: Request, launcher: Launcher) -> Request:
     """Return the request for a guardian on each node, which starts the node's ranks; no launcher should bind it."""
     command = (sys.executable, "-m", "wordrun.launch.guardian")
-    bind = None if launcher.name == "local" or launcher.is_step else "none"  # srun gives a step's only task all cores
+    bind = "none" if launcher.binds_one else None
     own = launcher.keep_going if request.options.least or request.options.spare_nodes else ()
     options = replace(
         request.options, command=command, cpu_bind=bind, launcher_args=(*own, *request.options.launcher_args)

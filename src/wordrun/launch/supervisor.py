@@ -20,9 +20,9 @@ from wordrun.launch import processes
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.launchers.base import STOPPING
 from wordrun.launch.output import Output
+from wordrun.launch.output_tail import lines_of
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.launch.tail import lines_of
 
 IDLE_STATUS = 124
 # A job asked to stop gets time to finish its step and write its files. In a scheduler's job, which may save large

@@ -172,8 +172,8 @@ def _by_document(
     found = []
     for mask, *tokens in zip(masks, *parts, strict=True):
         one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in tokens)
-        within = None if mask is None else mask[None, None]
-        found.append(causal_attention(one_q, one_k, one_v, p, within, scale, window)[0].transpose(0, 1))
+        document_mask = None if mask is None else mask[None, None]
+        found.append(causal_attention(one_q, one_k, one_v, p, document_mask, scale, window)[0].transpose(0, 1))
     return torch.cat(found).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
 
 

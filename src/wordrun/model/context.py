@@ -1,6 +1,6 @@
 """Context parallelism: each sequence is divided among ranks, which exchange what attention needs.
 
-Rank r of n holds an early and a late piece of each sequence, numbers r and 2n - 1 - r of 2n. Later tokens attend to
+Rank r of n holds an early and a late chunk of each sequence, numbers r and 2n - 1 - r of 2n. Later tokens attend to
 more tokens, so this gives all ranks the same work.
 
 Shapes: B sequences, T tokens on this rank, n ranks, N query heads, M key heads, H head size.
@@ -21,7 +21,7 @@ from wordrun.model.attention import Mask, causal_attention, document_mask
 
 
 @lru_cache(maxsize=8)
-def pieces(tokens: int, ranks: int, device: torch.device) -> Tensor:
+def chunks(tokens: int, ranks: int, device: torch.device) -> Tensor:
     """Return the positions of the tokens that each rank holds of a sequence, (ranks, tokens / ranks), in order."""
     early, late = torch.arange(tokens, device=device).view(2, ranks, -1).unbind()
     return torch.cat([early, late.flip(0)], dim=1)
@@ -57,7 +57,7 @@ class Context:
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Return the positions, (tokens,), of this rank's ``tokens`` tokens of a sequence."""
-        return pieces(tokens * self.size, self.size, device)[self.rank]
+        return chunks(tokens * self.size, self.size, device)[self.rank]
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's part of ``x`` (B, n T, ...), (B, T, ...)."""
@@ -73,11 +73,11 @@ class Context:
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """Return ``x``, whose parts of all ranks follow each other along ``dim``, in the order of the sequence."""
         tokens = x.shape[dim]
-        return x.index_select(dim, pieces(tokens, self.size, x.device).flatten().argsort())
+        return x.index_select(dim, chunks(tokens, self.size, x.device).flatten().argsort())
 
     def by_rank(self, x: Tensor, dim: int) -> Tensor:
         """Return ``x``, in the order of the sequence along ``dim``, with the parts of all ranks behind each other."""
-        return x.index_select(dim, pieces(x.shape[dim], self.size, x.device).flatten())
+        return x.index_select(dim, chunks(x.shape[dim], self.size, x.device).flatten())
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the mean of the ranks' ``losses``."""
@@ -222,7 +222,7 @@ class _Block:
         self.causal = source == context.rank
         self.mask: Tensor | None = None
         if documents is not None:
-            own, theirs = pieces(documents.shape[1], context.size, documents.device)[[context.rank, source]]
+            own, theirs = chunks(documents.shape[1], context.size, documents.device)[[context.rank, source]]
             own, theirs = own[self.rows], theirs[self.columns]
             self.mask = documents[:, None, own, None] == documents[:, None, None, theirs]
             if self.causal:

@@ -70,13 +70,13 @@ def _block_mask(documents: Tensor, span: int) -> BlockMask:
     shares = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
     some = shares & (ahead >= 0) & (ahead - BLOCK + 1 < span)
     alike = (low == high)[:, :, None] & (low == high)[:, None, :]
-    whole = some & alike & (ahead > 0) & (ahead + BLOCK - 1 < span)
+    full = some & alike & (ahead > 0) & (ahead + BLOCK - 1 < span)
 
     def attends(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = query >= key if span >= T else (query >= key) & (query - key < span)
         return near & (documents[b, query] == documents[b, key])
 
-    lists = (*_lists(some & ~whole), *_lists(whole))
+    lists = (*_lists(some & ~full), *_lists(full))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=(T, T))
 
 

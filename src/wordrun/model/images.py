@@ -10,7 +10,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat
+from wordrun import compat_vision
 from wordrun.config_images import ConvNetConfig, ResNetConfig
 from wordrun.errors import ConfigError
 from wordrun.model.base import Model
@@ -95,7 +95,7 @@ class ResNet(Classifier):
 
     def __init__(self, cfg: ResNetConfig, shape: Sequence[int], classes: int) -> None:
         super().__init__()
-        build = getattr(compat.torchvision("models", f"model={cfg.name}"), f"resnet{cfg.depth}")
+        build = getattr(compat_vision.torchvision("models", f"model={cfg.name}"), f"resnet{cfg.depth}")
         net = build(num_classes=classes, norm_layer=NORMS[cfg.norm])
         convolution = partial(nn.Conv2d, shape[0], 64, bias=False)
         if cfg.stem == "small" or (cfg.stem == "auto" and min(shape[1:]) < SMALL):

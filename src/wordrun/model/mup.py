@@ -13,7 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, TransformerConfig
+from wordrun.config import ModelConfig, TransformerConfig
 from wordrun.errors import ConfigError, UserError
 from wordrun.model.base import LazyWeights
 
@@ -65,8 +65,8 @@ def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str
         UserError: a factor has no weight to go into.
     """
     factor = 1 / math.sqrt(cfg.head_ratio())
-    norms = not isinstance(cfg, LlamaConfig) or cfg.norm_weights
-    in_heads = isinstance(cfg, LlamaConfig) and cfg.qk_norm
+    norms = getattr(cfg, "norm_weights", True)
+    in_heads = getattr(cfg, "qk_norm", False)
     if not norms and (cfg.width_ratio() != 1 or (in_heads and factor != 1)):
         raise UserError(
             f"model={cfg.name} with model.mup=true and model.norm_weights=false has no weights that the factors of the "
@@ -79,7 +79,7 @@ def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str
             return weight.float() / cfg.width_ratio()
         if not name.startswith("blocks.") or factor == 1:
             return weight
-        if isinstance(cfg, GPTConfig) and last.startswith("attention.qkv."):  # ordered by head, then by q, k, v
+        if last.startswith("attention.qkv."):  # GPT's, ordered by head, then by q, k, v
             rows = weight.float().reshape(cfg.n_head, 3, -1).clone()
             rows[:, 0] *= factor
             return rows.view_as(weight)

@@ -181,7 +181,7 @@ def activation_memory(
         per_token += saved[kind]
     head = spare = 0.0
     if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
-        softcap = isinstance(cfg, ModernConfig) and cfg.softcap > 0  # its backward pass needs the bounded logits
+        softcap = getattr(cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
         logits = (CROSS_ENTROPY + strategy.compute * softcap) * model.vocab_size / tp
         gathered = getattr(strategy.backend, "stage", 0) == 3  # the output layer's weights are its module's business
         if tp == strategy.layout.pp == 1 and tokens * model.vocab_size > LARGE and not gathered:

@@ -127,8 +127,8 @@ class Planner:
         single |= {"FSDP, ZeRO-3": FSDPConfig()}
         if self.hardware.nodes > 1 and self.hardware.per_node > 1:
             single |= {"FSDP within nodes": FSDPConfig(replicate=-1, shard=self.hardware.per_node)}
-        if isinstance(self.cfg.model, config.MoEConfig):
-            ranks = math.gcd(self.cfg.model.n_experts, self.hardware.per_node)
+        if experts := getattr(self.cfg.model, "n_experts", 0):
+            ranks = math.gcd(experts, self.hardware.per_node)
             single |= {"FSDP, experts over a node": FSDPConfig(ep=ranks)} if ranks > 1 else {}
         single |= {"FSDP, offload": FSDPConfig(cpu_offload=True)}
         single |= {f"ZeRO-{stage}": DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}

@@ -224,7 +224,7 @@ def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, check
     need = memory_of_rank(mine.backend, model, mine, checkpointing, pp_rank)
     copies = 2 if options.outer_momentum else 1
     outer = copies * FP32 * numel(model.stage(model.layers), shard=mine.layout.shards)
-    if isinstance(mine.backend, FSDPConfig) and mine.backend.cpu_offload and not strategy.on_cpu:
+    if getattr(mine.backend, "cpu_offload", False) and not strategy.on_cpu:
         return replace(need, host=need.host + outer)
     return replace(need, optimizer=need.optimizer + outer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wordrun.checks import accumulation, stages
+from wordrun.checks import accumulation
 from wordrun.config import INTERLEAVED, BackendConfig, Config, DilocoConfig, PPConfig
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
@@ -63,7 +63,7 @@ def on_island(strategy: Strategy, options: DilocoConfig) -> Strategy:
 def stages_of(strategy: Strategy, options: PPConfig, rank: int) -> list[range]:
     """Return the blocks of each pipeline stage on rank ``rank`` of the pipeline."""
     pp, n_layer = strategy.layout.pp, strategy.cfg.transformer.n_layer
-    count = stages(options, pp)
+    count = options.stages(pp)
     mine = [stage for stage in range(count) if owner_of(stage, pp, options.schedule) == rank]
     return [blocks_of(stage, count, n_layer) for stage in mine]
 

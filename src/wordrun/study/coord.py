@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from wordrun.errors import ConfigError, UserError
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import coord_page
-from wordrun.study.points import Point, Points
+from wordrun.study.points import Point, Points, positive_numbers
 from wordrun.study.runner import conduct, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -77,14 +76,15 @@ def columns_of(cfg: TransformerConfig) -> list[str]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("coord", DESCRIPTION)
     parser.add_argument(
-        "--widths", type=_numbers, default="64,128,256,512,1024", metavar="N,...",
+        "--widths", type=positive_numbers, default="64,128,256,512,1024", metavar="N,...",
         help="values of model.n_embd (default 64,128,256,512,1024)",
     )  # fmt: skip
     parser.add_argument("--base-width", type=int, metavar="N", help="model.mup_base_width (default: the least width)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps before measuring (default 4)")
     parser.add_argument(
-        "--transfer", type=_numbers, default=[], metavar="LR,...", help="learning rates with which to train each width"
-    )
+        "--transfer", type=positive_numbers, default=[], metavar="LR,...",
+        help="learning rates with which to train each width",
+    )  # fmt: skip
     parser.add_argument(
         "--transfer-steps", type=int, default=50, metavar="N", help="steps with each of them (default 50)"
     )
@@ -94,16 +94,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.steps < 1 or args.transfer_steps < 1:
         raise ConfigError(f"--steps {args.steps} --transfer-steps {args.transfer_steps} should be at least 1")
     return args
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = sorted({float(each) for each in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not all(0 < number < math.inf for number in numbers or [0]):
-        raise argparse.ArgumentTypeError(f"{text} should be positive numbers, separated by commas")
-    return numbers
 
 
 def _points(args: argparse.Namespace, base: Config) -> Iterator[Point]:

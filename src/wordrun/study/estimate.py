@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wordrun.checks import stages
 from wordrun.composer import compose
-from wordrun.config import Config, PPConfig, TransformerConfig
+from wordrun.config import Config, TransformerConfig
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch.request import Ranks
 from wordrun.layouts import layout
@@ -96,9 +95,7 @@ class Estimates:
     def _process(self, backend: str, overrides: Sequence[str], words: tuple[str, ...], measure: bool) -> float | None:
         folder, ranks = (self.folder / "runs" / f"process-{backend}").absolute(), look(self.args, words)[1]
         cfg = compose(overrides)
-        at, blocks = layout(cfg.backend, ranks.np, ranks.ppn), 1
-        if isinstance(cfg.backend, PPConfig):
-            blocks = stages(cfg.backend, at.pp)
+        blocks = cfg.backend.stages(layout(cfg.backend, ranks.np, ranks.ppn).pp)
         more = [f"model.n_layer={blocks}", "train.max_iters=2", "train.log_interval=2", "train.check_memory=false"]
         if isinstance(cfg.model, TransformerConfig) and measure and not _is_finished(folder):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that failed or was stopped

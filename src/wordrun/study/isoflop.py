@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from wordrun.plan.cli import vocabulary
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import isoflop_page
-from wordrun.study.points import IMPOSSIBLE, Point, Points
+from wordrun.study.points import IMPOSSIBLE, Point, Points, positive_numbers
 from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -63,23 +62,14 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("isoflop", DESCRIPTION)
     parser.add_argument(
-        "--budgets", type=_budgets, required=True, metavar="C,...", help="FLOPs of a run, such as 1e18,3e18,1e19"
-    )
+        "--budgets", type=positive_numbers, required=True, metavar="C,...",
+        help="FLOPs of a run, such as 1e18,3e18,1e19",
+    )  # fmt: skip
     parser.add_argument(
         "--sizes", type=_sizes, required=True, metavar="KEY=N,...",
         help="the sizes: an option with its values, such as model.n_embd=64,96,128",
     )  # fmt: skip
     return parse_study(parser, argv, CHOSEN, "--budgets")
-
-
-def _budgets(text: str) -> list[float]:
-    try:
-        found = sorted({float(each) for each in text.split(",")})
-    except ValueError:
-        found = []
-    if not all(0 < budget < math.inf for budget in found or [0]):
-        raise argparse.ArgumentTypeError(f"{text} should be positive numbers, separated by commas, such as 1e18,3e18")
-    return found
 
 
 def _sizes(text: str) -> list[list[str]]:

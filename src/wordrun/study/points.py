@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import errno
 import fcntl
 import io
+import math
 import os
 import shlex
 import socket
@@ -176,3 +178,14 @@ def number(row: Mapping[str, str], column: str) -> float | None:
 
 def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def positive_numbers(text: str) -> list[float]:
+    """Return the numbers in ``text``, in order and each once; for an option of argparse."""
+    try:
+        found = sorted({float(each) for each in text.split(",")})
+    except ValueError:
+        found = []
+    if not all(0 < number < math.inf for number in found or [0]):
+        raise argparse.ArgumentTypeError(f"{text} should be positive numbers, separated by commas, such as 128,256")
+    return found

@@ -30,8 +30,8 @@ class Place:
     """The part of a node's cores and devices, if several points share it."""
     threads: int | None = None
     """OMP_NUM_THREADS for a part of a node."""
-    overlap: bool = False
-    """Whether srun has to be told that steps share a node."""
+    sharing: tuple[str, ...] = ()
+    """Arguments that tell the launcher that points share a node."""
     warns: bool = False
     """Whether launch has to warn the ranks before the time limit, since the scheduler does not."""
 
@@ -48,9 +48,9 @@ class Place:
             file = folder / f"{self.number}"
             file.write_text("".join(f"{host}\n" for host in self.hosts), encoding="utf-8")
             words += ["--hostfile", str(file.absolute())]
-        if self.overlap:
+        if self.sharing:
             given = parse([*shlex.split(options.args), "--", "wordrun"]).launcher_args
-            words += ["--launcher-args", shlex.join([*given, "--overlap"])]
+            words += ["--launcher-args", shlex.join([*given, *self.sharing])]
         if self.threads:
             words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
         part = [sys.executable, "-m", "wordrun.sweep.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
@@ -104,7 +104,7 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     return [
         Place(
             at, () if job.is_local and len(hosts) == 1 else (host,), part, parts, threads,
-            parts > 1 and job.scheduler == "slurm", warns,
+            SCHEDULERS[job.scheduler].sharing if parts > 1 else (), warns,
         )
         for at, (part, host) in enumerate(pairs[:most])
     ]  # fmt: skip

@@ -28,7 +28,7 @@ PATIENCE_STEPS = 20
 TOGETHER_S = 60.0
 # A rank whose hook has failed reports that before the others.
 REPORT_S = 1.0
-COMMUNICATION = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives", "wordrun.dist")
+COMMUNICATION = (*compat.COLLECTIVES, "wordrun.dist")
 """Modules whose errors are about other ranks, whatever code has called them."""
 
 

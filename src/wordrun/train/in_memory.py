@@ -120,7 +120,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
         Args:
             begin: ``Backend.begin_save`` with its other arguments.
-            resumed: whether the run is going on, so that memory may be missing for a while only.
+            resumed: whether the run has resumed, so that memory may be missing only for a while.
 
         Raises:
             ConfigError: a node has less, and the run is new or train.on_save_error=stop.

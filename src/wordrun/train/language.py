@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wordrun import dist, files
+from wordrun import compat, dist, files
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
 from wordrun.config import Config, TrainConfig, TransformerConfig
@@ -243,7 +242,7 @@ class LanguageTask(Task):
             return backend.logits(tokens)[:, :vocab_size]
 
         # Without compilation, which would run again for each length of the growing text.
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if compat.compiler_is_loaded() else nullcontext()
         with evaluation_mode(backend), eager:
             text = generate(
                 logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,

@@ -115,7 +115,7 @@ class Muon(torch.optim.Optimizer):
             if is_expert:
                 mesh: Any = parameters[items[0]].device_mesh  # type: ignore[attr-defined]
                 group = mesh.get_group("expert_shard") if at.expert_shard > 1 else None
-                grids = [grid.first_piece() for grid in grids]
+                grids = [grid.first_shard() for grid in grids]
                 kinds = [replace(each, kinds=each.kinds // at.ep) for each in kinds]
             costs = [cost(grid.shape, each) for grid, each in zip(grids, kinds, strict=True)]
             parts.append(Part(items, kinds, assign(grids, costs, group, dtype, device)))

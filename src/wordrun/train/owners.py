@@ -75,24 +75,24 @@ class Owners:
     device: torch.device
 
     def to_owners(self, bucket: int, mine: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
-        """Send this rank's shards of the matrices in ``bucket``; the result returns the whole ones that it owns."""
+        """Send this rank's shards of the matrices in ``bucket``; the result returns the complete ones that it owns."""
         finish = self._exchange(self.routes[bucket][0], lambda each: mine[each.item])
 
         def assemble() -> dict[int, Tensor]:
-            wholes: dict[int, Tensor] = {}
-            for (_, _, item, box), piece in finish():
+            complete: dict[int, Tensor] = {}
+            for (_, _, item, box), shard in finish():
                 if self.shapes[item] == box.shape:
-                    wholes[item] = piece
+                    complete[item] = shard
                 else:
-                    wholes.setdefault(item, piece.new_empty(self.shapes[item]))[box.window] = piece
-            return wholes
+                    complete.setdefault(item, shard.new_empty(self.shapes[item]))[box.window] = shard
+            return complete
 
         return assemble
 
-    def from_owners(self, bucket: int, wholes: dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
+    def from_owners(self, bucket: int, complete: dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
         """Send the parts of the matrices that this rank owns in ``bucket``; the result returns this rank's shards."""
-        finish = self._exchange(self.routes[bucket][1], lambda each: wholes[each.item][each.box.window])
-        return lambda: {each.item: piece for each, piece in finish()}
+        finish = self._exchange(self.routes[bucket][1], lambda each: complete[each.item][each.box.window])
+        return lambda: {each.item: shard for each, shard in finish()}
 
     def _exchange(
         self, route: Route, data: Callable[[Transfer], Tensor]
@@ -111,9 +111,9 @@ class Owners:
         def finish() -> Iterator[tuple[Transfer, Tensor]]:
             work.wait()
             yield from kept
-            pieces = torch.split(received, [each.box.numel for each in route.arriving])
-            for each, piece in zip(route.arriving, pieces, strict=True):
-                yield each, piece.view(each.box.shape)
+            shards = torch.split(received, [each.box.numel for each in route.arriving])
+            for each, shard in zip(route.arriving, shards, strict=True):
+                yield each, shard.view(each.box.shape)
 
         return finish
 
@@ -166,7 +166,7 @@ class Holders:
 
     def place(self, rank: int) -> int:
         """Return the number of the box that a rank of the group holds, as ``Grid.overlapping`` counts."""
-        return sum(self.numbers[rank] // cut.stride % cut.pieces * cut.stride for cut in self.cuts)
+        return sum(self.numbers[rank] // cut.stride % cut.shards * cut.stride for cut in self.cuts)
 
     @cached_property
     def by_place(self) -> dict[int, list[int]]:

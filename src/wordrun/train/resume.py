@@ -199,7 +199,7 @@ def resume(trainer: Training, start: Start) -> Start:
     except LostError as error:
         other = replace(find(trainer.cfg, trainer.world), why=str(error))
         if other.folder is None:
-            remedy = "the checkpoint stays in memory, so launch again once that is mended"
+            remedy = "the checkpoint stays in memory, so mend the cause and launch again"
             raise LostError(f"{error}, and no checkpoint is on disk; {remedy}") from None
         return resume(trainer, other)
     trainer.state.load_state_dict(start.manifest)

@@ -226,7 +226,7 @@ class Run:
                 self._lock.close()
 
     def pause(self) -> None:
-        """Close the trackers, with all that they have: the run goes on from a checkpoint, in this process."""
+        """Close the trackers, with all that they have: the run resumes from a checkpoint, in this process."""
         self._each("finish", {}, 1)
         if self._lock is not None:
             self._lock.close()

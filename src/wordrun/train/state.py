@@ -25,7 +25,7 @@ def improves(value: float, best: float | None, by: float = 0.0, *, higher: bool 
 
 @dataclass
 class TrainState:
-    """The state of a run. Other objects change it only through its methods.
+    """The state of a run. Other objects change it only through its methods; ``rng`` is what ``rng.swapped`` writes to.
 
     Checkpoints store it with ``state_dict``, and the RNG states as one tensor per rank.
     """
@@ -91,6 +91,10 @@ class TrainState:
             self.best_loss = values["val_loss"]
         if improves(values[metric], self.best_value, higher=higher):
             self.best_value, self.best_step = values[metric], self.step
+
+    def record_metrics(self, values: Mapping[str, Any]) -> None:
+        """Keep ``values`` as the latest of their names."""
+        self.metrics.update(values)
 
     def mark_spikes(self, options: SpikesConfig) -> None:
         """Mark spikes of the training loss by these ``options`` from now on."""

@@ -58,6 +58,10 @@ class Launcher:
     """What it does not do for its ranks."""
     remedy: ClassVar[str] = ""
     """How to install or load one."""
+    mpi_remedy: ClassVar[str] = "for MPI programs, --launcher hydra or openmpi"
+    """What to do if its ranks do not know each other by MPI."""
+    binds_one: ClassVar[bool] = True
+    """Whether it would bind a node's only process to some of the cores, unless it is told not to."""
     stale: ClassVar[tuple[str, ...]] = ()
     """Variables that would mislead another launcher's ranks (NAME_: all with this prefix)."""
     daemons: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ class Local(Launcher):
 
     name = "local"
     in_sites = False
-    in_between = False
+    in_between = binds_one = False
 
     @classmethod
     def is_default(cls, search: Search) -> bool:
@@ -28,7 +28,7 @@ class Local(Launcher):
     def find(cls, search: Search) -> Launcher:
         """Refuse more than one process."""
         if search.np > 1:
-            raise ConfigError(f"--launcher local starts one process, not {search.np}: leave it out, or leave -n out")
+            raise ConfigError(f"--launcher local starts one process, not {search.np}: omit it, or omit -n")
         return cls(why="--launcher local" if search.wanted else "a single process needs no mpiexec")
 
     def argv(self, request: Request) -> tuple[str, ...]:

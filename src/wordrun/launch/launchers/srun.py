@@ -38,7 +38,8 @@ class Srun(Launcher):
         (r"CANCELLED AT .* DUE TO NODE FAILURE", LOST, 0),
     )
     death_signal = signal.SIGTERM
-    is_step = True
+    is_step, binds_one = True, False  # a step's only task has all cores
+    mpi_remedy = "choose an --mpi type that the library supports (srun --mpi=list): launch --launcher-args --mpi=TYPE"
     keep_going = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
     single = ("--overlap",)
 

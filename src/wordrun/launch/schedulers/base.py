@@ -42,6 +42,8 @@ class Scheduler:
     """Pattern of its error if the job has ended."""
     output: ClassVar[str] = ""
     """File with the output of a job, relative to where it was submitted; {name} and {number} are the job's."""
+    sharing: ClassVar[tuple[str, ...]] = ()
+    """Arguments that its launcher needs to start ranks on nodes where other ranks of the job run."""
     directive: ClassVar[str] = ""
     """Prefix of the scheduler's lines in a job script."""
     fills_directives: ClassVar[bool] = False

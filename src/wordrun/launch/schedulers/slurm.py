@@ -29,6 +29,7 @@ class Slurm(Scheduler):
     submitter, canceller, directive = "sbatch", "scancel", "#SBATCH"
     job_query, unknown_job = ("squeue", "--noheader", "--jobs"), "Invalid job id"
     output = "{name}-{number}.out"
+    sharing = ("--overlap",)
     fills_directives = True
     continuing = (
         'echo "saved: SLURM requeues this job"',

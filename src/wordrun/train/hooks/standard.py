@@ -51,7 +51,7 @@ class Log(Hook):
         if loads:  # in a pipeline, each rank has those of other blocks
             each = all_max(torch.stack(loads).sum(0)).tolist()
             metrics["expert_load_max"] = max(map(max, each))
-        state.metrics.update(metrics)
+        state.record_metrics(metrics)
         trainer.run.log(metrics)
         if each:
             rounded = [[round(load, 3) for load in block] for block in each]
