@@ -47,7 +47,12 @@ MODELS = {
         "optimizer.grad_clip=0.68",
         "optimizer.learning_rate=3e-3",
     ],
-}
+    # The parts that the modern model has only if they are chosen.
+    "parts": [
+        "model=modern", "model.n_hidden=40", "model.tie=true", "model.mlp=swiglu", "model.norm_weights=true",
+        "model.softcap=0", "optimizer.learning_rate=6e-3",
+    ],
+}  # fmt: skip
 SCRIPT = """
 import json, sys
 import torch
@@ -121,7 +126,7 @@ def compare(tmp_path: Path, name: str, reference: str) -> None:
     """Fail unless the run ``name`` went as ``reference`` did."""
     clip = {"masked": 1.0, "modern": 0.68, "mup": 0.5, "muon": 0.85}.get(reference.partition("-")[0], 0.9)
     ours, theirs = figures(tmp_path / name), figures(tmp_path / reference)
-    steps = 6 if reference.endswith("short") else 12
+    steps = 6 if reference.endswith("short") else 20 if reference.startswith("muon") else 12
     assert len(theirs["loss"]) == steps
     assert theirs["loss"][0] > theirs["loss"][-1] + steps / 100, "the model should have learned something to compare"
     assert max(theirs["grad_norm"]) > clip > min(theirs["grad_norm"]), "some steps should be clipped, and some not"
@@ -178,6 +183,7 @@ VARIANTS = {
     },
     # "masked-tp" has a vocabulary that is not padded to full rows.
     "llama": pipelines(ZBV) | {"tp-aligned": ["train.backend=TP"]},
+    "parts": {},
     "modern": {
         **pipelines("InterleavedZeroBubble"),
         "fsdp-again": ["train.backend=FSDP", "train.activation_checkpointing=full"],
@@ -194,8 +200,8 @@ THREE_D = [
 ]  # fmt: skip
 # Whole matrices by owner, also of matrices of which a rank has no rows (1 of 2 on 2 ranks).
 MUON = [
-    "optimizer=muon", "optimizer.learning_rate=5e-3", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5",
-    "optimizer.grad_clip=0.85",
+    "train.max_iters=20", "optimizer=muon", "optimizer.learning_rate=5e-3", "optimizer.adamw_lr=2e-3",
+    "optimizer.momentum_warmup=5", "optimizer.grad_clip=0.85",
 ]  # fmt: skip
 # At twice the base width, where logits, attention, initial values and learning rates are all scaled.
 MUP = [
@@ -205,7 +211,10 @@ MUP = [
     "optimizer.grad_clip=0.5",
     "optimizer.learning_rate=8e-3",
 ]
-MUON_3D = ["train.backend=3D", f"backend.tp={TP}", *MODELS["llama"], *MUON, *SHORT]
+MUON_3D = [
+    "train.backend=3D", f"backend.tp={TP}", *MODELS["modern"], *MUON, "optimizer.split=heads",
+    "optimizer.scale=spectral",
+]  # fmt: skip
 MUON_EMPTY = ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=2", *MUON, *SHORT]
 
 
@@ -283,12 +292,15 @@ def test_four_and_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pyt
         "modern-3d": [*MODELS["modern"], *THREE_D, f"model.batch_size={2 * TP}"],
         "muon-3d": [*MUON_3D, f"model.batch_size={2 * TP}"],
     }
-    alone = {"modern": [*MODELS["modern"], *SHORT], "muon-3d": MUON_3D[2:], "muon-empty": MUON_EMPTY[2:]}
-    train(ranks, 1, {f"{name}-alone-short": words for name, words in alone.items()}, home)
+    alone = {
+        "modern-alone-short": [*MODELS["modern"], *SHORT], "muon-alone": MUON_3D[2:],
+        "muon-empty-alone-short": MUON_EMPTY[2:],
+    }  # fmt: skip
+    train(ranks, 1, alone, home)
     train(ranks, 4, four, home)
     train(ranks, 8, eight, home)
-    for name in four | eight:
-        compare(home, name, "modern-alone-short" if name == "modern-3d" else f"{name}-alone-short")
+    for name, reference in zip(("modern-3d", "muon-3d", "muon-empty"), alone, strict=True):
+        compare(home, name, reference)
 
 
 BUILD = """

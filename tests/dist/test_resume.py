@@ -176,6 +176,7 @@ def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch:
     ]  # fmt: skip
     models = {"gpt": [*GPT, *eight], "llama": [*LLAMA, "model.mup=true", "model.mup_base_width=8", *eight]}
     muon = ["optimizer=muon", "optimizer.momentum_warmup=7", *eight]
+    ramp = [*GPT, *eight, "train.batch_ramp=[3:4]"]
 
     def runs(name: str, source: str, step: int, backend: str, size: int, *more: str) -> dict[str, list[str]]:
         """Return a run of each model that goes on from the run ``source`` after ``step`` steps."""
@@ -184,16 +185,22 @@ def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch:
 
     whole = {f"{m}-whole": [*model, "model.batch_size=8"] for m, model in models.items()}
     whole |= {f"{m}-deep": [*model, "model.batch_size=8", FOUR] for m, model in models.items()}
-    train(ranks, 1, whole | {"muon-whole": ["model.batch_size=8", *muon]})
+    whole |= {"muon-whole": ["model.batch_size=8", *muon], "ramp-whole": ["model.batch_size=4", *ramp]}
+    train(ranks, 1, whole)
     # 31 characters, padded to 32 and 128 rows, of which a checkpoint has none.
     schedule = f"backend.schedule={ZBV}"
     two = runs("tp", "whole", 2, "TP", 8) | runs("aligned", "whole", 2, "FSDP", 4) | runs("pp", "whole", 2, "PP", 8)
     two |= runs("zero-bubble", "deep", 2, "PP", 8, schedule, FOUR)
     two["muon-tp"] = ["train.backend=TP", "model.batch_size=8", *muon, resume("muon-whole", 2)]
+    two["ramp-fsdp"] = ["train.backend=FSDP", "model.batch_size=2", *ramp, resume("ramp-whole", 2)]
     train(ranks, 2, two)
     four = runs("3d", "aligned", 4, "3D", 4 * TP, f"backend.tp={TP}")
+    words = ["train.backend=3D", f"backend.tp={TP}", f"model.batch_size={4 * TP}"]
+    four["muon-3d"] = [*words, *muon, resume("muon-tp", 4)]
     train(ranks, 4, four)
     back = runs("3d-back", "3d", 6, "DDP", 8) | runs("zero-bubble-back", "zero-bubble", 6, "DDP", 8, FOUR)
+    back["muon-back"] = ["model.batch_size=8", *muon, resume("muon-3d", 6)]
+    back["ramp-back"] = ["model.batch_size=2", *ramp, resume("ramp-fsdp", 4)]
     for name in (*two, *four):
         (newest,) = find(tmp_path / name, check=False).weights()["tokens.weight"].shape[:1]
         assert newest == 31

@@ -60,7 +60,8 @@ def test_without_gradients_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -
         assert peak(lambda: loss.cross_entropy(x, weight, targets, V)) < 4 * 4096 * V / 2
 
 
-def test_a_model_uses_it_for_many_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_model_uses_it_for_many_logits_or_if_it_is_chosen(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from wordrun import model as models
     from wordrun.config import GPTConfig
     from wordrun.data.batch import Batch
@@ -68,7 +69,10 @@ def test_a_model_uses_it_for_many_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     model = models.build(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, batch_size=4), 50)
     tokens = torch.randint(50, (4, 8))
     usual = model.losses(Batch(tokens, tokens))
-    monkeypatch.setattr(kernels, "LARGE", 100)
+    if chosen:
+        model.chunked_loss = True
+    else:
+        monkeypatch.setattr(kernels, "LARGE", 100)
     found = model.losses(Batch(tokens, tokens))
     steps = [found.grad_fn]
     while "_CrossEntropy" not in str(steps[-1]):

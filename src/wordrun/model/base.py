@@ -75,6 +75,8 @@ class Model(nn.Module):
     """Whether persistent buffers of floating-point numbers depend on a rank's data, to be averaged after each step."""
     compiled_loss = False
     """Whether to compute the loss by a compiled function, if the model has one."""
+    chunked_loss: bool | None = None
+    """Whether to turn logits into their gradients chunk by chunk, if the model can; None: if there are many."""
     uncompiled: tuple[str, ...] = ()
     """Methods that are not traced when the complete model is compiled."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})

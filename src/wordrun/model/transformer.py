@@ -215,7 +215,8 @@ class Transformer(Model):
         weight = self.head.weight
         # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
         plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
-        if not plain or targets.numel() * len(weight) <= kernels.LARGE:
+        many = targets.numel() * len(weight) > kernels.LARGE
+        if not plain or not (many if self.chunked_loss is None else self.chunked_loss):
             return self.criterion(self.output(x), targets)
         losses = loss.cross_entropy(
             x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, self.softcap, compiled=self.compiled_loss

@@ -184,7 +184,9 @@ def activation_memory(
         softcap = getattr(cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
         logits = (CROSS_ENTROPY + strategy.compute * softcap) * model.vocab_size / tp
         gathered = getattr(strategy.backend, "stage", 0) == 3  # the output layer's weights are its module's business
-        if tp == strategy.layout.pp == 1 and tokens * model.vocab_size > LARGE and not gathered:
+        chunked = strategy.cfg.train.chunked_loss
+        chunked = tokens * model.vocab_size > LARGE if chunked is None else chunked
+        if tp == strategy.layout.pp == 1 and chunked and not gathered:
             logits, spare = strategy.compute * model.vocab_size, (3 if softcap else 2) * FP32 * CHUNK
         head = start + cfg.n_embd * strategy.compute + logits
     # Gradients of the widest layer's output and input. With recomputation, the recomputed output is freed before the

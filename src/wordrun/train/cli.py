@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import re
 import signal
@@ -76,10 +77,22 @@ def _main(argv: Sequence[str] | None) -> int:
             return _hydra(arguments, lambda composed: None) if world.rank == 0 else 0
         with exit_when_stopped(world), watch.starting(world):
             world = dist.identify()
+            if world.rank:
+                _load_torch()  # while rank 0 composes
             status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
         return train(cfg, world, own_command(typed))
+
+
+def _load_torch() -> None:
+    """Import torch and what trains with it."""
+    if "wordrun.train.trainer" in sys.modules:
+        return
+    gc.disable()  # searching for garbage would be a fifth of the time that the import takes
+    importlib.import_module("wordrun.train.trainer")
+    gc.freeze()  # torch stays until the end, so that no garbage collection needs to search it
+    gc.enable()
 
 
 def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
@@ -88,16 +101,11 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
         handle = log.start(world.rank)
         ranks = f" on {world.size} ranks" if world.size > 1 else ""
         log.LOGGER.info("wordrun %s: loading torch%s", __version__, ranks)
-        is_first = "wordrun.train.trainer" not in sys.modules
-        if is_first:
-            gc.disable()  # searching for garbage would be a fifth of the time that importing torch takes
+        _load_torch()
         # Not at the top: --help should not wait for torch, and MPI has to start before torch.
         from wordrun.train.stop import Interrupted
         from wordrun.train.trainer import Trainer
 
-        if is_first:
-            gc.freeze()  # torch stays until the end, so that no garbage collection needs to search it
-            gc.enable()
     try:
         with exit_when_stopped(world):
             trainer = Trainer(cfg, world, handle, command=command)
