@@ -70,7 +70,7 @@ def test_a_model_uses_it_for_many_logits_or_if_it_is_chosen(chosen: bool, monkey
     tokens = torch.randint(50, (4, 8))
     usual = model.losses(Batch(tokens, tokens))
     if chosen:
-        model.chunked_loss = True
+        model.choose_loss(chunked=True)
     else:
         monkeypatch.setattr(kernels, "LARGE", 100)
     found = model.losses(Batch(tokens, tokens))

@@ -39,7 +39,7 @@ def prepare(model: Model, cfg: Config, options: Options = None) -> None:
 
 def prepare_rest(model: Model, cfg: Config, options: Options = None) -> None:
     """Apply torch.compile outside the blocks or to the complete ``model``, and choose the loss, as set in ``cfg``."""
-    model.chunked_loss = cfg.train.chunked_loss
+    model.choose_loss(chunked=cfg.train.chunked_loss)
     if cfg.train.compile is True:
         compile_rest(model, cfg.train.compile_scope, options)
 

@@ -103,6 +103,10 @@ class Model(nn.Module):
         """Compute the loss by a compiled function from now on, or no longer."""
         self.compiled_loss = on
 
+    def choose_loss(self, *, chunked: bool | None) -> None:
+        """Turn logits into their gradients chunk by chunk, or not; None: if there are many."""
+        self.chunked_loss = chunked
+
     def losses(self, batch: Any) -> Tensor:
         """Return the loss of each example of ``batch``, (B,), which is on the model's device.
 
