@@ -1287,7 +1287,7 @@ class TrainConfig(Section):
     its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
     chunked_loss: bool | None = None
     """Compute the logits chunk by chunk, each turned into its gradient at once, so that they exist only in the compute
-    precision: less memory, a few percent slower. null: for more than 2^24 logits in a micro-step."""
+    precision, which takes less memory. null: for more than 2^24 logits in a micro-step."""
     activation_checkpointing: str = "none"
     """What to recompute in the backward pass to save memory: none, full (every block), a number n (every n-th block),
     selective (everything in a block except matrix products and attention), or for how many blocks from the first one

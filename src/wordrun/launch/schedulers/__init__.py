@@ -37,7 +37,9 @@ def find_job(
     found = [name for name, each in SCHEDULERS.items() if each.variable and env.get(each.variable)]
     scheduler = SCHEDULERS[wanted or next(iter(found), "none")]
     if scheduler.variable and scheduler.name not in found:
-        raise ConfigError(f"--scheduler {scheduler.name}: {scheduler.variable} is not set, so this is no job of it")
+        raise ConfigError(
+            f"--scheduler {scheduler.name}: {scheduler.variable} is not set, so this is not one of its jobs"
+        )
     job = scheduler.read(env, host, site)
     if job.is_local:
         why = "--scheduler none" if wanted else "this machine"
