@@ -173,10 +173,10 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
             f"model.lora_rank={cfg.lora_rank}: additions are not split over tensor-parallel ranks or pipeline "
             "stages: use train.backend=DDP, or FSDP if the model does not fit"
         )
-    if cfg.train.chunked_loss and (at.tp > 1 or at.pp > 1 or getattr(cfg.backend, "stage", 0) == 3):
+    if cfg.train.chunked_loss and getattr(cfg.backend, "stage", 0) == 3:
         yield (
-            f"train.chunked_loss=true: train.backend={cfg.train.backend} shards the output layer or computes the loss "
-            "outside of the model, from all logits: omit it, or use train.backend=DDP or FSDP"
+            "train.chunked_loss=true: with backend.stage=3, DeepSpeed gathers the output layer's weights only while "
+            "the layer runs: omit it, or use another backend.stage or train.backend=FSDP"
         )
     if isinstance(cfg.model, config.MoEConfig):
         yield from _check_experts(cfg, cfg.model, at)

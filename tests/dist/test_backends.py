@@ -58,11 +58,12 @@ import json, sys
 import torch
 import torch.distributed as td
 import wordrun
-from wordrun import checks, dist
+from wordrun import checks, dist, kernels
 from wordrun.backend.native import full, local
 from wordrun.train import language, owners
 
 owners.BUCKET = 64  # so that Muon's small matrices fill several buckets
+kernels.CHUNK = 1000  # so that a chunked loss has several chunks
 
 def vocab_multiple(cfg, tp, on_cpu):
     return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
@@ -245,6 +246,8 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
             if name.removeprefix("pp-") in INTERLEAVED:
                 runs[run].append(FOUR)
                 references[run] = f"{model}-four"
+            if model == "modern" or name == "tp-aligned":
+                runs[run].append("train.chunked_loss=true")
             if name not in BOTH or model != "gpt":
                 runs[run] += SHORT
                 references[run] += "-short"
@@ -289,7 +292,7 @@ def test_four_and_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pyt
     monkeypatch.chdir(home)
     four = {"muon-empty": [*MUON_EMPTY, f"model.batch_size={2 * TP}"]}
     eight = {
-        "modern-3d": [*MODELS["modern"], *THREE_D, f"model.batch_size={2 * TP}"],
+        "modern-3d": [*MODELS["modern"], *THREE_D, f"model.batch_size={2 * TP}", "train.chunked_loss=true"],
         "muon-3d": [*MUON_3D, f"model.batch_size={2 * TP}"],
     }
     alone = {

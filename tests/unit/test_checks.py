@@ -77,7 +77,11 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         ),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),
-        (["train.backend=TP", "train.chunked_loss=true"], 2, "train.chunked_loss=true: train.backend=TP shards the"),
+        (
+            ["train.backend=deepspeed", "backend.stage=3", "train.chunked_loss=true"],
+            2,
+            "train.chunked_loss=true: with backend.stage=3, DeepSpeed gathers",
+        ),
         (["train.backend=3D"], 6, "backend.pp=2 x backend.tp=2 = 4 does not fit 6 ranks"),
         (["train.backend=FSDP", "train.dtype=fp16"], 4, "train.dtype=fp16 needs a loss scaler"),
         (["train.backend=FSDP", "backend.reduce_dtype=fp8"], 4, "backend.reduce_dtype=fp8 should be one of fp32, bf16"),

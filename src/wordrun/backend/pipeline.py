@@ -50,13 +50,12 @@ class PipelineBackend(FSDPBackend):
             PipelineStage(part, number, self.count, self.device, group=self.group)
             for number, part in zip(self.numbers, self.parts, strict=True)
         ]
-        criterion = self.parts[-1].criterion
         self.scale: Tensor | float = 1.0
         """The scale of the losses of this step, the same for all its batches."""
         self.schedule = getattr(pipelining, f"Schedule{options.schedule}")(
             parts if options.schedule in INTERLEAVED else parts[0],
             options.microbatches_of(cfg.model.batch_size, pp) * accumulation(cfg, spec.layout.dp),
-            loss_fn=lambda outputs, targets: full(criterion(outputs, targets)).mean() * self.scale,
+            loss_fn=lambda losses, _: full(losses).mean() * self.scale,
         )
         self.tied = self._tied_weights()
 
@@ -66,7 +65,8 @@ class PipelineBackend(FSDPBackend):
         self.scale = 1.0 if batches[0].scale is None else batches[0].scale
         losses: list[Tensor] = []
         first = (inputs,) if self.parts[0].is_first else ()
-        last = {"target": targets, "losses": losses} if self.parts[-1].is_last else {}
+        # The last stage computes the losses; the schedule wants a target, but does not use it.
+        last = {"target": targets, "targets": targets, "losses": losses} if self.parts[-1].is_last else {}
         with self.forward_context():
             compat.pipeline_step(self.schedule, *first, **last, **every)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
@@ -153,9 +153,7 @@ class PipelineBackend(FSDPBackend):
         """Return the loss of each example of ``batch``, (B,); only the last stage has outputs, so none are returned."""
         inputs, every, targets = self.parts[0].stage_inputs([batch])
         with self.forward_context():
-            losses = self._forward(
-                inputs, targets.shape[:1], lambda part, x: part.criterion(part(x, **every), targets), every
-            )
+            losses = self._forward(inputs, targets.shape[:1], lambda part, x: part(x, **every, targets=targets), every)
         losses = losses if batch.scale is None else losses * batch.scale
         return self.context.mean(losses) if self.context else losses
 

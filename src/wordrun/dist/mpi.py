@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import interrupts, slurm
-from wordrun.dist.world import World
+from wordrun.dist.world import TRACED, World
 from wordrun.errors import WorldError, first_line
 
-MPI_LAUNCHERS = ("pals", "openmpi", "hydra", "mvapich", "mpi")
 PROGRESS_S = 0.02
 
 
 def in_use(world: World) -> bool:
     """Return whether an MPI launcher started this process (srun only if it gives its tasks PMI or PMIx)."""
-    if world.launcher == "srun":
+    if world.in_step:
         return any(os.environ.get(name) for name in ("PMI_FD", "PMI_RANK", "PMIX_RANK"))
-    return world.launcher in MPI_LAUNCHERS
+    return world.by_mpi
 
 
 @cache
@@ -97,7 +96,7 @@ def verify(world: World) -> World:
     comm = communicator()
     from mpi4py import MPI
 
-    if world.launcher != "mpi" and comm.size != world.size:
+    if world.launcher != TRACED and comm.size != world.size:
         raise WorldError(
             f"{world.launcher} started {world.size} ranks ({world.source}), but MPI sees {comm.size}: "
             "the launcher and the MPI library do not match.\n"
@@ -105,7 +104,7 @@ def verify(world: World) -> World:
             "Use the mpiexec that comes with the library (under srun: --mpi=pmi2, pmix or cray_shasta, "
             "as `srun --mpi=list` offers), or rebuild mpi4py against the launcher's MPI."
         )
-    if world.launcher == "srun":
+    if world.in_step:
         # Its variables are complete. MPI's view is not: with --distribution=arbitrary, SLURM's pmi2 makes MPICH take
         # each rank for a node of its own.
         _, hosts = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)

@@ -116,7 +116,7 @@ def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
     These are the same for all tasks, and differ between steps.
     """
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    if world.launcher != "srun" or (address and port):
+    if not world.in_step or (address and port):
         return address, port
     nodes = expand_hosts(env["SLURM_STEP_NODELIST"], "SLURM_STEP_NODELIST")
     step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"

@@ -290,7 +290,7 @@ def _limit_threads(world: World) -> None:
     """Under a bare srun, share the job's cores on this node among its ranks, unless the user has set threads."""
     import torch
 
-    if world.launcher != "srun" or {"WORDRUN_LAUNCH_ID", "OMP_NUM_THREADS"} & {*os.environ}:
+    if not world.in_step or {"WORDRUN_LAUNCH_ID", "OMP_NUM_THREADS"} & {*os.environ}:
         return
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Ranks that are not bound share all cores of the job, or of the machine; SLURM says how many the job has.

@@ -48,6 +48,16 @@ class World:
         """Name of this node."""
         return self.hosts[self.node] if self.node < len(self.hosts) else socket.gethostname()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a SLURM step started it."""
+        return any(family.in_steps for family in FAMILIES if family.launcher == self.launcher)
+
+    @property
+    def by_mpi(self) -> bool:
+        """Whether an MPI launcher started it."""
+        return self.launcher == TRACED or any(family.mpi for family in FAMILIES if family.launcher == self.launcher)
+
     def __str__(self) -> str:
         return (
             f"[{self.device}] [rank {self.rank} of {self.size}] "
@@ -69,6 +79,8 @@ class Family:
     in_steps: bool = False
     """Whether the processes of a SLURM step have these variables, even those that another launcher started there, and
     a job's own shell has some of them; the number of ranks on each node is then a list, as in 4(x2),3."""
+    mpi: bool = False
+    """Whether it is MPI's own launcher, so that MPI can verify what the variables say."""
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -115,27 +127,28 @@ FAMILIES = (
         "pals",  # sets no world size under PALS_PMI=pmix (Aurora)
         needs=("PALS_RANKID", "PALS_LOCAL_RANKID"),
         rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID",
-        local_size="PALS_LOCAL_SIZE", node="PALS_NODEID",
+        local_size="PALS_LOCAL_SIZE", node="PALS_NODEID", mpi=True,
     ),
     Family(
         "openmpi",
         needs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         rank="OMPI_COMM_WORLD_RANK", size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_size="OMPI_COMM_WORLD_LOCAL_SIZE", mpi=True,
     ),
     Family(
         "hydra",  # MPICH's and Intel MPI's mpiexec
         needs=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS",
+        rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS", mpi=True,
     ),
     Family(
         "mvapich",
         needs=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         rank="MV2_COMM_WORLD_RANK", size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE", mpi=True,
     ),
 )  # fmt: skip
-# Set by an MPI launcher that sets no complete family: only MPI itself knows more.
+TRACED = "mpi"
+"""The launcher's name in a World if one of MPI's sets no complete family, but these: only MPI itself knows more."""
 MPI_TRACES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK")
 
 
@@ -161,7 +174,7 @@ def discover(env: Mapping[str, str] | None = None) -> World:
         return _read(chosen, env)
     traces = [name for name in MPI_TRACES if env.get(name)]
     if traces:
-        return World(hosts=(socket.gethostname(),), launcher="mpi", source=f"MPI ({', '.join(traces)} set)")
+        return World(hosts=(socket.gethostname(),), launcher=TRACED, source=f"MPI ({', '.join(traces)} set)")
     _check_parts(env)
     return World(hosts=(socket.gethostname(),))
 

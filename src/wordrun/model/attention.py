@@ -6,7 +6,7 @@ Shapes: B sequences, T queries, S keys, N query heads, M key heads, H head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,23 @@ from wordrun.model.dropout import dropout
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Mask = Tensor | tuple[int | Tensor, ...] | dict[int, "BlockMask"]
-"""Which tokens attend to which. (B, 1, T, T): True where they do. A tuple: the tokens of all sequences, in order, as
-documents by their lengths, and runs of n tokens in short documents by masks (n, n). A dictionary: see ``flex``."""
+Runs = tuple[int | Tensor, ...]
+"""The tokens of all sequences, in order: documents by their lengths, n tokens of short documents by masks (n, n)."""
+
+
+class UncompiledRuns:
+    """Runs whose attention a compiled block leaves to uncompiled code.
+
+    torch.compile does not look into this class; it would compile the block again for a tuple of other lengths.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.attention = _uncompiled()
+
+
+Mask = Tensor | Runs | UncompiledRuns | dict[int, "BlockMask"]
+"""Which tokens attend to which. A tensor (B, 1, T, T): True where they do. A dictionary: see ``flex``."""
 
 
 def document_mask(
@@ -32,26 +46,26 @@ def document_mask(
 ) -> Mask:
     """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
 
-    Only small masks are made whole, but for compiled blocks on a CPU: a CPU computes the attention of each document by
-    itself, or of some short ones together; a GPU leaves out the blocks of tokens that share no document.
+    Only small masks are made whole: a CPU computes the attention of each document by itself, or of some short ones
+    together; a GPU leaves out the blocks of tokens that share no document.
 
     Args:
         documents: document number of each token.
         p: dropout probability of the attention weights.
         head_size: elements of a head.
         spans: the largest number of tokens to which a token attends, for each kind of block of the model.
-        compiled: whether it is for compiled blocks, which would be compiled again for documents of other lengths.
+        compiled: whether it is for compiled blocks.
     """
     (B, T), device = documents.shape, documents.device.type
     if skips_blocks(device, B * T * T, p, head_size):
         return flex.block_masks(documents, spans)
-    if device == "cpu" and not (compiled or torch.compiler.is_compiling()):
+    if device == "cpu" and not torch.compiler.is_compiling():
         ends = (documents.diff(dim=1, append=documents[:, -1:] + 1).flatten() != 0).nonzero().flatten() + 1
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        if len(lengths) * LONG <= documents.numel():
-            return tuple(lengths)
-        if T > TOGETHER:
-            return tuple(_runs(lengths))
+        long = len(lengths) * LONG <= documents.numel()
+        if long or T > TOGETHER:
+            runs = tuple(lengths if long else _runs(lengths))
+            return UncompiledRuns(runs) if compiled else runs
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
@@ -88,6 +102,8 @@ def causal_attention(
         scale: factor of the products; None: 1 / sqrt(H).
         window: number of tokens to which each attends, the last one being itself; None: to all earlier ones.
     """
+    if isinstance(mask, UncompiledRuns):
+        return mask.attention(q, k, v, p, mask, scale, window)
     if isinstance(mask, tuple):
         return _by_document(q, k, v, p, mask, scale, window)
     if isinstance(mask, dict):
@@ -162,7 +178,7 @@ _kept_band = lru_cache(maxsize=4)(torch.inference_mode(False)(_band))
 
 
 def _by_document(
-    q: Tensor, k: Tensor, v: Tensor, p: float, runs: tuple[int | Tensor, ...], scale: float | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, p: float, runs: Runs, scale: float | None, window: int | None
 ) -> Tensor:
     """Return the attention of each of ``runs`` of tokens, one or more documents each, by itself."""
     masks = [None if isinstance(run, int) else run for run in runs]
@@ -175,6 +191,18 @@ def _by_document(
         document_mask = None if mask is None else mask[None, None]
         found.append(causal_attention(one_q, one_k, one_v, p, document_mask, scale, window)[0].transpose(0, 1))
     return torch.cat(found).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+
+
+@lru_cache(maxsize=1)
+def _uncompiled() -> Callable[..., Tensor]:
+    """Return ``_by_document`` for ``UncompiledRuns``; always the same function, so that compiled blocks stay valid."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, p: float, mask: UncompiledRuns, scale: float | None, window: int | None
+    ) -> Tensor:
+        return _by_document(q, k, v, p, mask.runs, scale, window)
+
+    return torch.compiler.disable(attention)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:

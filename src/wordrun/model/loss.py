@@ -1,23 +1,52 @@
 """Cross entropy of an output layer with a large vocabulary, whose logits exist once and in the compute dtype.
 
-Shapes: N tokens, C features, V vocabulary with padding.
+Shapes: N tokens, C features, V vocabulary with padding, or this rank's shard of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from wordrun import kernels
+from wordrun import compat, kernels
+
+
+def applies(head: nn.Module) -> bool:
+    """Return whether this rank has the weights of the output layer ``head``, or the rows of its tensor-parallel shard.
+
+    It has not if the module itself gathers them, as with DeepSpeed's stage 3.
+    """
+    weight: Any = head.weight
+    if type(head) is not nn.Linear or weight.dim() != 2:
+        return False
+    if not compat.is_sharded(weight):
+        return type(weight) is nn.Parameter
+    return weight.device_mesh.mesh_dim_names == ("tp",) and weight.placements[0].is_shard(0)
+
+
+def on_this_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
+    """Return all of the features ``x``, this rank's rows of ``weight``, and the group of ranks that have the others.
+
+    The gradient of ``x`` becomes the sum over these ranks, that of ``weight`` a shard as it is.
+    """
+    if not compat.is_sharded(weight):
+        return x, weight, None
+    from torch.distributed.tensor import Partial, Replicate
+
+    features: Any = x  # sharded by tokens
+    features = features.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return features, weight.to_local(), weight.device_mesh.get_group()
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float = 0.0, *, compiled: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float = 0.0, *, compiled: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:  # fmt: skip
     """Return the cross entropy of each token in nats, (N,) fp32.
 
     The forward pass turns the logits into their gradients in place, so that the backward pass needs no others. Autograd
@@ -29,14 +58,21 @@ def cross_entropy(
         targets: token ids, (N,); the loss of a negative one is 0.
         vocab_size: the logits from here on are padding, with probability 0.
         softcap: each logit z becomes softcap * tanh(z / softcap); 0: it stays as it is.
-        compiled: compile the softmax and its gradient with torch.compile.
+        compiled: compile the softmax and its gradient with torch.compile, unless there is a ``group``.
+        group: the ranks that have the shards of the vocabulary, in its order and of equal sizes, all with the same
+            ``x``; then the gradient of ``x`` is this shard's share of the sum.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    kernel = _compiled() if compiled else _softmax
     keep = torch.is_grad_enabled()
     known = targets.clamp(min=0)
-    losses: Tensor = _CrossEntropy.apply(x, weight, known, vocab_size, softcap, dtype, kernel, keep)  # type: ignore[no-untyped-call]
+    kernel: Callable[..., Tensor] = _compiled() if compiled else _softmax
+    if group:
+        kernel = partial(_softmax_of_shards, group=group)
+        first = dist.get_rank(group) * len(weight)
+        known, vocab_size = known - first, vocab_size - first
+    rows = len(x) if compiled and not group else max(1, kernels.CHUNK // len(weight))
+    losses: Tensor = _CrossEntropy.apply(x, weight, known, vocab_size, softcap, dtype, kernel, rows, keep)  # type: ignore[no-untyped-call]
     return losses * (targets >= 0)
 
 
@@ -46,9 +82,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float, dtype: torch.dtype,
-        kernel: Callable[..., Tensor], keep: bool,
+        kernel: Callable[..., Tensor], rows: int, keep: bool,
     ) -> Tensor:  # fmt: skip
-        rows = len(x) if kernel is not _softmax else max(1, kernels.CHUNK // len(weight))
         a, w = x.to(dtype), weight.to(dtype)
         logits = torch.empty(len(x) if keep else min(rows, len(x)), len(weight), dtype=dtype, device=x.device)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -67,20 +102,12 @@ class _CrossEntropy(torch.autograd.Function):
         scale = gradients[0][:, None]
         of_x = ((of_logits @ weight) * scale).to(ctx.dtypes[0])
         of_weight = (of_logits.t() @ (x * scale).to(x.dtype)).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, *[None] * 6
+        return of_x, of_weight, *[None] * 7
 
 
 def _softmax(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, gradient: bool) -> Tensor:
     """Return the losses (N,), and replace the ``logits`` (N, V) by the gradient of each row's loss if ``gradient``."""
-    slope: Tensor | float = 1.0
-    if softcap:
-        bounded = torch.tanh(logits.float() / softcap)
-        exact = bounded * softcap
-        slope = bounded.square_().neg_().add_(1)  # of the bounded logits
-        slope[:, vocab_size:] = 0
-    else:
-        exact = logits
-    exact[:, vocab_size:] = -torch.inf
+    exact, slope = _bounded(logits, vocab_size, softcap)
     exact = torch.log_softmax(exact, 1, dtype=torch.float32)
     losses = -exact.gather(1, targets[:, None])[:, 0]
     if gradient and torch.compiler.is_compiling():  # a comparison can be fused, a scatter cannot
@@ -90,6 +117,40 @@ def _softmax(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, g
         exact.exp_().scatter_add_(1, targets[:, None], torch.full_like(losses, -1.0)[:, None])
         logits.copy_(exact * slope if softcap else exact)
     return losses
+
+
+def _softmax_of_shards(
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, gradient: bool, group: dist.ProcessGroup
+) -> Tensor:
+    """Do as ``_softmax`` with a shard of the logits; targets and ``vocab_size`` are relative to its first column."""
+    exact, slope = _bounded(logits, vocab_size, softcap)
+    exact = exact.float()
+    largest = exact.amax(1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    exact.sub_(largest[:, None])
+    here = (targets >= 0) & (targets < logits.shape[1])
+    index = targets.clamp(0, logits.shape[1] - 1)[:, None]
+    of_target = torch.where(here, exact.gather(1, index)[:, 0], 0)
+    exact.exp_()
+    sums, of_target = both = torch.stack([exact.sum(1), of_target])
+    dist.all_reduce(both, group=group)
+    if gradient:
+        exact.div_(sums[:, None]).scatter_add_(1, index, -here.float()[:, None])
+        logits.copy_(exact * slope if softcap else exact)
+    return sums.log() - of_target
+
+
+def _bounded(logits: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor | float]:
+    """Return the ``logits`` with their bound, -inf in the padding, and the derivative of the bounded by the others."""
+    slope: Tensor | float = 1.0
+    bounded = logits
+    if softcap:
+        slope = torch.tanh(logits.float() / softcap)
+        bounded = slope * softcap
+        slope.square_().neg_().add_(1)
+        slope[:, max(0, vocab_size) :] = 0
+    bounded[:, max(0, vocab_size) :] = -torch.inf
+    return bounded, slope
 
 
 @lru_cache(maxsize=1)

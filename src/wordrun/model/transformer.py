@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wordrun import compat, kernels
 from wordrun.config import TransformerConfig
 from wordrun.model import lora, loss
-from wordrun.model.attention import document_mask
+from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model, Rows
 from wordrun.model.block import Block, TokenBatch
 from wordrun.model.cache import KVCache
@@ -212,15 +212,14 @@ class Transformer(Model):
 
     def feature_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (B,) of each sequence from its features (B, T, C) and ``targets`` (B, T)."""
-        weight = self.head.weight
-        # Not with weights that their module gathers or splits: DTensors, and the empty ones of DeepSpeed.
-        plain = type(self.head) is nn.Linear and type(weight) is nn.Parameter and weight.dim() == 2
-        many = targets.numel() * len(weight) > kernels.LARGE
-        if not plain or not (many if self.chunked_loss is None else self.chunked_loss):
+        many = targets.numel() * self.padded_vocab_size > kernels.LARGE
+        if not loss.applies(self.head) or not (many if self.chunked_loss is None else self.chunked_loss):
             return self.criterion(self.output(x), targets)
+        x, weight, group = loss.on_this_rank(x, self.head.weight)
         losses = loss.cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, self.softcap, compiled=self.compiled_loss
-        )
+            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, self.softcap, compiled=self.compiled_loss,
+            group=group,
+        )  # fmt: skip
         return losses.view(targets.shape).mean(1)
 
     def features(
@@ -233,18 +232,26 @@ class Transformer(Model):
             tokens = x
             x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents, **given))
             x = compat.waited(x)
-        mask = None
-        if documents is not None:
-            cfg, p = self.cfg, self.cfg.dropout if self.training else 0.0
-            facts = p, cfg.attention_width() // cfg.n_head, cfg.attention_spans()
-            compiled = any(map(compat.is_compiled, self.blocks.values()))
-            mask = (context.mask if context else document_mask)(documents, *facts, compiled=compiled)
+        mask = None if documents is None else self.attention_mask(documents, context)
         for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens), **given)
         if not self.is_last:
             return x
         x = self.norm(x)
         return x if self.output_scale == 1 else x * self.output_scale  # type: ignore[no-any-return]
+
+    def attention_mask(self, documents: Tensor, context: Context | None) -> Mask:
+        """Return what keeps attention within ``documents`` (B, T)."""
+        cfg, p = self.cfg, self.cfg.dropout if self.training else 0.0
+        facts = p, cfg.attention_width() // cfg.n_head, cfg.attention_spans()
+        compiled = any(map(compat.is_compiled, (self, *self.blocks.values())))
+        return (context.mask if context else document_mask)(documents, *facts, compiled=compiled)
+
+    def leave_uncompiled(self) -> None:
+        """Also leave masks on a CPU uncompiled, which depend on the lengths of documents."""
+        if next(self.parameters()).device.type == "cpu":
+            self.uncompiled = (*self.uncompiled, "attention_mask")
+        super().leave_uncompiled()
 
     def additions(self, layer: str, tokens: Tensor | None) -> dict[str, Tensor]:
         """Return further arguments for the attention of block ``layer``, computed from ``tokens`` (B, T)."""

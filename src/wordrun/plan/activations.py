@@ -186,8 +186,8 @@ def activation_memory(
         gathered = getattr(strategy.backend, "stage", 0) == 3  # the output layer's weights are its module's business
         chunked = strategy.cfg.train.chunked_loss
         chunked = tokens * model.vocab_size > LARGE if chunked is None else chunked
-        if tp == strategy.layout.pp == 1 and chunked and not gathered:
-            logits, spare = strategy.compute * model.vocab_size, (3 if softcap else 2) * FP32 * CHUNK
+        if chunked and not gathered:
+            logits, spare = strategy.compute * model.vocab_size / tp, (3 if softcap else 2) * FP32 * CHUNK
         head = start + cfg.n_embd * strategy.compute + logits
     # Gradients of the widest layer's output and input. With recomputation, the recomputed output is freed before the
     # second gradient is allocated.
