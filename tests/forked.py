@@ -23,6 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import kept_trees
+
 from wordrun.launch.address import free_port
 
 # What a rank imports sooner or later; torch._dynamo by the first optimizer.
@@ -99,6 +101,15 @@ def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
         yield drawing
 
 
+@contextlib.contextmanager
+def shared_trees() -> Iterator[None]:
+    """Share composed configs with other processes: see ``kept_trees``."""
+    from wordrun import tree
+
+    with mock.patch.object(tree, "_kept", kept_trees.shared(tree)):
+        yield
+
+
 def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Path]) -> None:
     gc.freeze()  # a collection would copy all memory that the ranks share
     os.environ.clear()
@@ -108,7 +119,7 @@ def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Pa
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     sys.argv, sys.path[0] = words, folder
     sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    with undrawn():
+    with undrawn(), shared_trees():
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
 """Lets Python processes that tests start draw no plots and no report, as ``forked.undrawn``: it is half of a small run.
 
-Python imports this file at its start from PYTHONPATH.
+They also share config trees: see ``kept_trees``. Python imports this file at its start from PYTHONPATH.
 """
 
 import gc
@@ -10,13 +10,27 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
+def _draw_nothing(run: ModuleType) -> None:
+    page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html")
+    vars(run).update(draw=lambda *_: [], page=page, load_beside=lambda: None)
+
+
+def _share_trees(tree: ModuleType) -> None:
+    import kept_trees  # in few processes
+
+    vars(tree).update(_kept=kept_trees.shared(tree))
+
+
+CHANGES = {"wordrun.train.run": _draw_nothing, "wordrun.tree": _share_trees}
+
+
 class Undrawn:
-    """Finds the module that has a run drawn, and changes it as soon as it is loaded."""
+    """Finds the modules that have a run drawn and a config composed, and changes them as soon as they are loaded."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of that one module."""
-        if name != "wordrun.train.run":
+        """Return the spec of such a module."""
+        if name not in CHANGES:
             return None
         spec = PathFinder.find_spec(name, path)
         assert spec
@@ -25,8 +39,7 @@ class Undrawn:
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html")
-            vars(module).update(draw=lambda *_: [], page=page, load_beside=lambda: None)
+            CHANGES[name](module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
