@@ -43,7 +43,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, beside others of the same kind that do so at the same time."""
+    """Ranks that communicate with each other, while other groups of the same kind do the same."""
 
     name: str
     ranks: tuple[int, ...]
@@ -82,7 +82,7 @@ def sizes(text: str) -> list[int]:
     ends = [re.fullmatch(r"(\d+)\s*([KMG]?B?)", part.strip().upper()) for part in text.split("..")]
     numbers = [int(end[1]) * UNITS[end[2] if end[2] in UNITS else f"{end[2]}B"] for end in ends if end]
     if None in ends or len(ends) > 2 or not 4 <= numbers[0] <= numbers[-1]:
-        raise ConfigError(f"--sizes {text} should be a range such as 1KB..64MB, from 4 bytes on")
+        raise ConfigError(f"--sizes {text} should be a range such as 1KB..64MB, of at least 4 bytes")
     found = [numbers[0]]
     while found[-1] < numbers[-1]:
         found.append(min(found[-1] * FACTOR, numbers[-1]))
@@ -103,7 +103,7 @@ def layout(text: str, ranks: int) -> Layout | None:
         raise ConfigError(f"--layout {text}: {wrong[0]} should be AXIS=RANKS; {known}")
     found = Layout(**{name: int(size) for name, size in parts.items()})
     if found.size != ranks:
-        raise ConfigError(f"--layout {text} is a layout of {found.size} ranks; there are {ranks}")
+        raise ConfigError(f"--layout {text} is for {found.size} ranks, but there are {ranks}: start {found.size}")
     return found
 
 

@@ -152,7 +152,7 @@ def _check_ramp(cfg: Config, dp: int) -> Iterator[str]:
             f"builds {what} for one number: use train.backend=FSDP, TP or DDP"
         )
     if sizes and cfg.backend.one_micro_step:
-        yield "train.batch_ramp accumulates gradients, which backend.static_graph=true does not allow: use false"
+        yield "backend.static_graph=true does not allow the accumulation that train.batch_ramp needs: set it to false"
 
 
 def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         )
     if cfg.lora_rank and (at.tp > 1 or at.pp > 1):
         yield (
-            f"model.lora_rank={cfg.lora_rank}: additions are not split over tensor-parallel ranks or pipeline "
+            f"model.lora_rank={cfg.lora_rank}: adapters are not split over tensor-parallel ranks or pipeline "
             "stages: use train.backend=DDP, or FSDP if the model does not fit"
         )
     if cfg.train.chunked_loss and getattr(cfg.backend, "stage", 0) == 3:
@@ -253,8 +253,8 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
     ):
         if matters:
             yield (
-                f"model.{name}={getattr(model, name):g} needs the attention weights of whole sequences, which "
-                f"backend.cp_attention={kind} never has: use {without}, or {whole}"
+                f"model.{name}={getattr(model, name):g} needs the attention weights of complete sequences, which "
+                f"backend.cp_attention={kind} never materializes: use {without}, or {whole}"
             )
 
 
@@ -311,11 +311,11 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
     # Not supported by a split backward pass (input gradients before weight gradients).
     recomputes = cfg.train.activation_checkpointing != "none"
     for is_conflict, reason, remedy in (
-        (at.shard > 1, f"backend.shard={at.shard} cannot", "backend.shard=1"),
-        (at.cp > 1, f"backend.cp={at.cp} cannot", "backend.cp=1"),
-        (at.tp > 1, f"backend.tp={at.tp} cannot", "backend.tp=1"),
-        (cfg.train.compile is True, "compiled blocks cannot", "train.compile=false"),
-        (cfg.train.activation_offload, "offloaded activations cannot", "train.activation_offload=false"),
+        (at.shard > 1, f"backend.shard={at.shard} does not support", "backend.shard=1"),
+        (at.cp > 1, f"backend.cp={at.cp} does not support", "backend.cp=1"),
+        (at.tp > 1, f"backend.tp={at.tp} does not support", "backend.tp=1"),
+        (cfg.train.compile is True, "compiled blocks do not support", "train.compile=false"),
+        (cfg.train.activation_offload, "offloaded activations do not support", "train.activation_offload=false"),
         (recomputes, "would recompute checkpointed activations twice", "train.activation_checkpointing=none"),
     ):
         if is_conflict:

@@ -1,4 +1,4 @@
-"""Validation rules about what is chosen together: metrics, sections that contradict each other."""
+"""Validation rules about combinations of choices: metrics, and sections that contradict each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _sections(cfg: Config) -> Iterator[str]:
             "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
     if cfg.lora_rank and not train.init_from:
-        yield f"model.lora_rank={cfg.lora_rank} needs the weights that it adds to: set train.init_from"
+        yield f"model.lora_rank={cfg.lora_rank} needs pretrained weights for its adapters: set train.init_from"
     if cfg.model.width_ratio() != 1 and cfg.optimizer.width_powers() is None:
         yield (
             f"model.mup=true needs learning rates that depend on the width, which optimizer={cfg.optimizer.name} does "

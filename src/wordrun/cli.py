@@ -30,7 +30,7 @@ COMMANDS = {
     "tail": ("wordrun.runs.tail", "follow a run's log"),
     "report": ("wordrun.report.cli", "write a page with a run's curves and facts, or compare runs"),
     "study": ("wordrun.study.cli", "measure how training scales, with table, figure and page"),
-    "sweep": ("wordrun.sweep.grid", "run what is missing of a sweep"),
+    "sweep": ("wordrun.sweep.grid", "run the unfinished points of a sweep"),
     "new": ("wordrun.new", "write a project with a model and data of your own"),
 }
 """Maps each command to its module and a line of help."""

@@ -2,7 +2,7 @@
 
 Tried with torch 2.8 to 2.13, and DeepSpeed 0.19.8 with 2.8 and 2.13; a function that depends on the version says how.
 Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
-The doors of single parts of wordrun are in ``compat_*``.
+The wrappers that single parts of wordrun need are in ``compat_*``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The doors of ``compat`` that context parallelism needs: attention kernels, and collectives that torch has renamed."""
+"""The wrappers of ``compat`` for context parallelism: attention kernels, and collectives that torch has renamed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flash_attention_backward(
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
-    seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+    seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # of dropout, which is not used
     return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         d_out, q, k, v, out.contiguous(), lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
     )

@@ -1,4 +1,4 @@
-"""The doors of ``compat`` to DeepSpeed.
+"""The wrappers of ``compat`` for DeepSpeed.
 
 Tried with DeepSpeed 0.19.8, with torch 2.8 and 2.13.
 """

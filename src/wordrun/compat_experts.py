@@ -1,4 +1,4 @@
-"""The door of ``compat`` that mixtures of experts need: torch's product of groups of rows with a matrix each.
+"""The wrapper of ``compat`` for mixtures of experts: torch's product of groups of rows with a matrix each.
 
 Tried with torch 2.8 to 2.13.
 """
@@ -37,6 +37,6 @@ def grouped(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def one_by_one(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Return the products, a matrix after the other."""
+    """Return the products, one matrix after the other."""
     groups = zip(torch.split(x, counts.tolist()), matrices.unbind(), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])

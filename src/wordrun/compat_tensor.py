@@ -1,4 +1,4 @@
-"""The door of ``compat`` that tensor parallelism needs: where versions of torch's ``parallelize_module`` differ.
+"""The wrapper of ``compat`` for tensor parallelism: where versions of torch's ``parallelize_module`` differ.
 
 Tried with torch 2.8, 2.9, 2.10 and 2.13.
 """

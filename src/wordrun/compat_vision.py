@@ -1,4 +1,4 @@
-"""The door of ``compat`` to torchvision.
+"""The wrapper of ``compat`` for torchvision.
 
 Tried with torchvision 0.23 (torch 2.8) and 0.28 (torch 2.13).
 """

@@ -62,13 +62,13 @@ class TransformerConfig(TextModelConfig):
     vocab_size: int | None = None
     """Vocabulary size (rows of the embedding); null: the tokenizer's, padded for TP and on accelerators."""
     lora_rank: int = 0
-    """Rank of LoRA: freeze the weights and train additions of this rank to the blocks' matrices; 0: train all."""
+    """Rank of LoRA: freeze the weights and train adapters of this rank for the blocks' matrices; 0: train all."""
     lora_alpha: float = 16.0
-    """Scale of LoRA: additions are multiplied by lora_alpha / lora_rank."""
+    """Scale of LoRA: adapters are multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Dropout probability of the additions' input."""
+    """Dropout probability of the adapters' input."""
     lora_targets: list[str] = field(default_factory=list)
-    """Linear layers of each block that get additions, such as [attention.q,attention.v]; []: all."""
+    """Linear layers of each block that get adapters, such as [attention.q,attention.v]; []: all."""
     mup: bool = False
     """Maximal update parametrization (Yang et al. 2022): scale initial values, learning rates, logits and attention
     with the width, so that the best learning rate of a narrow model is also that of a wide one."""
@@ -90,11 +90,11 @@ class TransformerConfig(TextModelConfig):
         yield from positive("model", self, "mup_base_width", "mup_base_head_size")
         for name in ("mup_base_width", "mup_base_head_size"):
             if not self.mup and getattr(self, name) is not None:
-                yield f"model.{name}={getattr(self, name)} is for model.mup=true: set it, or omit this"
+                yield f"model.{name}={getattr(self, name)} has no effect without model.mup=true: set that, or omit this"
         if self.mup and self.lora_rank:
             yield (
                 f"model.mup=true scales the learning rates of complete matrices, but model.lora_rank={self.lora_rank} "
-                "trains others: export the model, and fine-tune the result with model.mup=false"
+                "trains adapters: export the model, and fine-tune the result with model.mup=false"
             )
         if self.n_head > 0 and self.n_embd > 0 and self.attention_width() % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
@@ -276,19 +276,19 @@ class MoEConfig(LlamaConfig):
     n_experts: int = 8
     """Number of experts in each block."""
     n_active: int = 2
-    """Number of experts that each token goes to."""
+    """Number of experts that each token is routed to."""
     n_shared: int = 0
-    """Number of further experts that all tokens go to."""
+    """Number of further, shared experts, which all tokens go to."""
     router: str = "softmax"
     """How the router's outputs become scores: softmax (Mixtral, Qwen3-MoE) or sigmoid (DeepSeek-V3)."""
     normalize_weights: bool = True
     """Whether the weights of a token's experts sum to 1."""
     balance_rate: float = 0.001
-    """By how much the bias of each expert moves after an optimizer step, to balance the load without a loss (Wang et
-    al. 2024); 0: the biases stay as they are."""
+    """By how much the bias of each expert moves after an optimizer step, to balance the load without an auxiliary
+    loss (Wang et al. 2024); 0: the biases stay as they are."""
     balance_loss: float = 0.0
-    """Coefficient of a balance loss for each sequence, as in DeepSeek-V3, whose gradient is added to that of the loss;
-    0: none."""
+    """Coefficient of an auxiliary balance loss for each sequence, as in DeepSeek-V3, whose gradient is added to that of
+    the loss; 0: none."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -303,7 +303,7 @@ class MoEConfig(LlamaConfig):
             )
         if self.lora_rank:
             yield (
-                f"model.lora_rank={self.lora_rank}: LoRA has no additions for experts; train all weights, or a model "
+                f"model.lora_rank={self.lora_rank}: LoRA has no adapters for experts; train all weights, or a model "
                 "without experts"
             )
         if self.mup:
@@ -351,8 +351,8 @@ class ModernConfig(LlamaConfig):
     value_layers: list[int] = field(default_factory=lambda: [0, -1])
     """Blocks with value embeddings, a vector of each token that is added to its values; -1: the last block."""
     ngram_rows: list[int] = field(default_factory=list)
-    """Rows of embeddings of the last 2, 3, ... tokens together, which are added to the token's: [1000, 2000] for 2 and
-    3 tokens; a hash assigns the rows; []: none."""
+    """Rows of n-gram embeddings, of the last 2, 3, ... tokens together, which are added to the token's: [1000, 2000]
+    for 2 and 3 tokens; a hash assigns the rows; []: none."""
 
     def __post_init__(self) -> None:
         """Fill in what depth determines."""
@@ -464,7 +464,7 @@ class TextConfig(DataConfig):
     align: bool = False
     """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
-    """Mask attention so that tokens attend only within their own document; for pairs, also put several into a sequence
+    """Mask attention so that tokens attend only within their own document; for pairs, also pack several into a sequence
     (false: one)."""
 
     def problems(self) -> Iterable[str]:
@@ -705,7 +705,7 @@ class FSDPConfig(BackendConfig):
     cpu_offload: bool = False
     """Keep the shards in host memory and run the optimizer on the CPU."""
     prefetch: int = 1
-    """Number of blocks whose parameters are gathered ahead of use; 0: gather on demand."""
+    """Number of blocks whose parameters are prefetched, that is, gathered before they are used; 0: gather on demand."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -1281,7 +1281,7 @@ class TrainConfig(Section):
     scale each matrix by one factor or each of its rows by its own; for NVIDIA GPUs from Ada or Hopper on."""
     compile: bool | str = False
     """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: measure some steps
-    without and with it, and keep what is faster, if enough of the run is left for that to pay."""
+    without and with it, and keep what is faster, if enough of the run is left for that to pay off."""
     compile_scope: str = "blocks"
     """What is compiled as one graph: blocks (each block, and the loss; all blocks share their code, and DDP overlaps
     its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
@@ -1309,15 +1309,15 @@ class TrainConfig(Section):
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
     hang_s: int = 120
-    """Seconds without progress after which the run says where each rank is and for whom the others wait, and continues;
-    start-up, the first step, samples and saves may take five times as long; 0: never."""
+    """Seconds without progress after which the run reports where each rank is and whom the others wait for, and
+    continues; start-up, the first step, samples and saves may take five times as long; 0: never."""
     checkpoint_interval: int = 1000
     """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the best one."""
     memory_checkpoint_interval: int = 0
     """Steps between checkpoints in the nodes' memory (/dev/shm), of which each node also keeps a copy of another node's
-    share: a run that is launched again after a failure resumes from the newest one. 0: none."""
+    share: a run that is relaunched after a failure resumes from the newest one. 0: none."""
     save_best: bool = True
     """Also write a checkpoint whenever train.best_metric is the best so far."""
     best_metric: str = "val_loss"
@@ -1386,7 +1386,7 @@ class TrainConfig(Section):
         for is_conflict, other, reason in (
             (self.activation_checkpointing != "none", "activation_checkpointing", "recomputes what this would keep"),
             (self.memory_budget_gb is not None, "memory_budget_gb", "estimates recomputation, not offloading"),
-            (self.compile is not False, "compile", "leaves it to the compiler what is saved"),
+            (self.compile is not False, "compile", "leaves to the compiler what is saved"),
             (self.device == "cpu", "device", "has no other memory"),
         ):
             if self.activation_offload and is_conflict:
@@ -1436,7 +1436,7 @@ class TensorBoardConfig(TrackerConfig):
     """TensorBoard's event files, in tensorboard/ in the run directory."""
 
     flush_s: float = 10.0
-    """Seconds after which what has been logged is written to the file at the latest."""
+    """Maximum number of seconds until logged values are written to the file."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -1763,7 +1763,7 @@ class Config:
 
     @property
     def lora_rank(self) -> int:
-        """The rank of LoRA's additions; 0: there are none."""
+        """The rank of LoRA's adapters; 0: there are none."""
         return self.model.lora_rank if isinstance(self.model, TransformerConfig) else 0
 
     @property

@@ -20,8 +20,8 @@ class ImagesConfig(DataConfig):
     path: str | None = None
     """Folder of the dataset; null: one under $WORDRUN_DATA_HOME, to which it is downloaded."""
     augment: bool = False
-    """Vary training images: shift them by up to an eighth of their size, and for cifar10 and imagefolder also flip half
-    of them."""
+    """Augment training images: shift them by up to an eighth of their size, and for cifar10 and imagefolder also flip
+    half of them."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ class ExportConfig(Section):
     out: str | None = None
     """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
     form: str = "huggingface"
-    """huggingface, checkpoint for train.init_from, wordrun generate and wordrun export, or peft: LoRA's additions
+    """huggingface, checkpoint for train.init_from, wordrun generate and wordrun export, or peft: LoRA's adapters
     alone, for the peft library."""
     checkpoint: str = "latest"
     """latest, best, or a step."""
@@ -186,7 +186,7 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
 
 
 def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
-    """Write LoRA's additions as an adapter that the peft library reads.
+    """Write LoRA's adapters in a form that the peft library reads.
 
     Raises:
         UserError: the checkpoint is not LoRA's.
@@ -197,7 +197,7 @@ def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
     from wordrun.model.huggingface import adapter
 
     if saved.lora is None:
-        raise UserError(f"form=peft is for runs with model.lora_rank, and {saved.folder} is of another: omit it")
+        raise UserError(f"form=peft is for runs with model.lora_rank, and {saved.folder} is from another run: omit it")
     kind, source = TORCH_DTYPES[dtype], str(saved.manifest["base"]["source"])
     facts, tensors = adapter(saved.stored(which), saved.lora)
     save_file({name: tensor.to(kind) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")

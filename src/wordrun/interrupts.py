@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 STATUS = 130
-"""The exit status that shells give to commands that SIGINT ended."""
+"""The exit status that shells give to commands killed by SIGINT."""
 RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables with a rank's number; only the first rank reports."""
 

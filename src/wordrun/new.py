@@ -26,7 +26,7 @@ FILES = {
     "README.md": """\
 # {name}
 
-A model and data of its own for [wordrun](https://pypi.org/project/wordrun), without a changed line in it.
+A model and data of its own for [wordrun](https://pypi.org/project/wordrun), without changing a line of it.
 
 ```console
 launch -n 2 wordrun experiment=first                      # on this machine

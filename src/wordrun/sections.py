@@ -54,7 +54,7 @@ class ModelConfig(Section):
         return None
 
     def width_ratio(self) -> float:
-        """Return by what the model is wider than the one for which its learning rate was chosen; 1: scale nothing."""
+        """Return by what the model is wider than the one for which its learning rate was chosen; 1: no scaling."""
         return 1.0
 
     def head_ratio(self) -> float:
@@ -62,7 +62,7 @@ class ModelConfig(Section):
         return 1.0
 
     def rate_factor(self) -> float | None:
-        """Return by what the model's size multiplies the learning rates in conf/optimizer; None: it has no say."""
+        """Return by what the model's size multiplies the learning rates in conf/optimizer; None: it does not."""
         return None
 
 

@@ -25,7 +25,7 @@ class Asked:
 
 
 def asked() -> Asked | None:
-    """Return what ``launch --elastic MIN`` says; None: it was not started so."""
+    """Return what ``launch --elastic MIN`` says; None: it was not started that way."""
     words = os.environ.get(VARIABLE, "").split()
     return Asked(*map(int, words)) if words else None
 
@@ -95,7 +95,7 @@ def _fits(cfg: Config, want: Asked, ranks: int) -> bool:
 
 
 def _remedy(cfg: Config, want: Asked) -> str:
-    """Return with how many more ranks a run of ``cfg`` could lose some."""
+    """Return the remedy, if possible the number of ranks at which a run of ``cfg`` could lose some."""
     for most in range(want.most + 1, 4 * want.most + 1):
         more = replace(want, most=most)
         plain = replace(cfg, train=replace(cfg.train, global_batch_size=None))

@@ -22,7 +22,7 @@ def folder_of(record: str) -> Path:
 
 
 def request(folder: Path, why: str, seconds: float = 0.0) -> str:
-    """Ask the ranks that watch ``folder`` where they are; return the name of the request, also if it was there already.
+    """Ask the ranks that watch ``folder`` where they are; return the name of the request, or of an existing one.
 
     Args:
         folder: the folder, which is created.

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bench", action="store_true", help="measure bandwidths instead of training")
     parser.add_argument("--sizes", default="1KB..64MB", help="sizes for --bench, in steps of 4 (default 1KB..64MB)")
     parser.add_argument("--layout", default="", metavar="AXIS=N,...", help="also measure the axes of this layout "
-                        "(pp, replicate, shard, tp), such as shard=4,tp=2")  # fmt: skip
+                        "(pp, replicate, shard, cp, tp), such as shard=4,tp=2")  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help="folder for bandwidth.json and bandwidth.png "
                         "(default outputs/bandwidth/TIME)")  # fmt: skip
     parser.add_argument("--no-profile", action="store_true", help="leave out the PyInstrument profile")

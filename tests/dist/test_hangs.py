@@ -98,7 +98,7 @@ def line_of(comment: str) -> int:
 )
 def test_the_rank_that_does_not_come_is_named_with_its_line(hang: Any, kind: str, where: str, comment: str) -> None:
     message, report = hang(kind, *(["train.hang_s=1"] if kind == "start-up" else []))
-    assert "rank 1 has not come to " in message
+    assert "rank 1 has not reached " in message
     assert re.search(r"rank 1 \([\w.-]+\) is at hang.py:" + str(line_of(comment)) + re.escape(f" in {where}"), message)
     assert re.search(r"ranks 0, 2 \([\w.-]+\) are at ", message)
     assert report.startswith(message.partition(". Stacks of all")[0])
@@ -109,7 +109,7 @@ def test_a_rank_that_holds_the_interpreter_is_described_by_its_neighbour(hang: A
     message, report = hang("lock")
     where = f"hang.py:{line_of('backtracks')} in hold_the_lock, where its interpreter is blocked"
     assert re.search(r"rank 1 \([\w.-]+\) is at " + where, message)
-    assert "rank 1 has not come to " in message
+    assert "rank 1 has not reached " in message
     assert "after_step" in report
 
 
@@ -117,12 +117,12 @@ def test_a_stopped_process_is_named(hang: Any) -> None:
     """Also if it is the one that reports as a rule, and has the store."""
     message, _ = hang("stop")
     assert re.search(r"rank 0 \([\w.-]+\) is stopped \(SIGSTOP", message)
-    assert "rank 0 has not come to " in message
+    assert "rank 0 has not reached " in message
 
 
 def test_ranks_in_different_collectives_are_named(hang: Any) -> None:
     message, _ = hang("other")
-    assert "rank 1 has not come to all_reduce number" in message
+    assert "rank 1 has not reached all_reduce number" in message
     assert f"hang.py:{line_of('other')} in after_step" in message
     assert "waiting in all_reduce of float32 [77] of another group" in message
 
@@ -130,7 +130,7 @@ def test_ranks_in_different_collectives_are_named(hang: Any) -> None:
 def test_a_wait_in_mpi_is_named(ranks: Any) -> None:
     """DDP averages the gradients of CPUs over MPI, of which torch knows nothing and for which ranks poll."""
     message, report = hanging.run(ranks, 2, CULPRIT, "loop", under="mpiexec")
-    assert re.search(r"rank 1 has not come to MPI_Allreduce number \d+ of float32 \[3872\] of 2 ranks; ", message)
+    assert re.search(r"rank 1 has not reached MPI_Allreduce number \d+ of float32 \[3872\] of 2 ranks; ", message)
     assert f"hang.py:{line_of('endless')} in loop_forever" in message
     assert "waits for MPI_Allreduce" in report
 
@@ -164,7 +164,9 @@ def test_ranks_with_different_shapes_are_named(how: str, ranks: Any, command: Co
         done = command("launch", "--hang", "60", "-n", "2", sys.executable, "shapes.py", how)
     said = done.stdout + done.stderr
     assert abs(done.returncode) % 128 == signal.SIGABRT, said
-    messages = re.findall(r"^C\+\+ code aborts rank \d: the ranks have called different collectives: (.*)", said, re.M)
+    messages = re.findall(
+        r"^C\+\+ code is aborting rank \d: the ranks have called different collectives: (.*)", said, re.M
+    )
     assert len(messages) == 1, said
     first = "rank 0 all_reduce number 1 of float32 [8], rank 1 all_reduce number 1 of float32 [9], of 2 ranks; "
     assert messages[0].startswith(f"{first}ranks 0-1 ("), said
@@ -257,7 +259,7 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a program until a hang is reported."""
-CUT_OFF = r"(all ranks have|rank \d has not) come to all_reduce number \d+ of float32 \[8\] of 2 ranks"
+CUT_OFF = r"(all ranks have|rank \d has not) reached all_reduce number \d+ of float32 \[8\] of 2 ranks"
 
 
 def test_a_host_that_is_cut_off(hosts: list[str], ranks: Any, tmp_path: Path) -> None:
@@ -343,7 +345,7 @@ def plain_hang(ranks: Any, tmp_path: Path) -> Callable[..., str]:
 )  # fmt: skip
 def test_a_plain_programs_rank_that_does_not_come_is_named(plain_hang: Any, kind: str, where: str) -> None:
     message = plain_hang(3, kind)
-    waits = r"rank 1 has not come to all_reduce number \d+ of float32 \[1, 4\] of 3 ranks; "
+    waits = r"rank 1 has not reached all_reduce number \d+ of float32 \[1, 4\] of 3 ranks; "
     assert re.match(rf"no progress for 1 s: {waits}rank 1 \([\w.-]+\) is {re.escape(where)}", message)
     everyone = hanging.line_of("everyone", PLAIN)
     assert re.search(rf"; ranks 0, 2 \([\w.-]+\) are at plain.py:{everyone} in <module>", message)

@@ -84,7 +84,7 @@ with dist.session() as world:
 
 
 class Job:
-    """A training that is launched again and again."""
+    """A training that is relaunched several times."""
 
     def __init__(self, ranks: Any, home: Path, nodes: str, words: list[str]) -> None:
         self.ranks, self.home, self.nodes, self.words = ranks, home, nodes, words

@@ -115,7 +115,7 @@ def test_after_a_kill_all_ranks_start_again(command: Command, where: list[str]) 
         ("raise ValueError('no such thing') if rank == 1 else follow(1)", 1, "rank 1 ended with exit status 1"),
         ("sys.exit(3) if rank == 1 else follow(1)", 3, "rank 1 ended with exit status 3"),
         ("sys.exit(75 if rank == 1 else 0)", 75, "stopped early, with its state saved (exit status 75)"),
-        ("die() if rank == 1 else follow(1)", 137, "rank 1 was killed twice, so launching again would not help"),
+        ("die() if rank == 1 else follow(1)", 137, "rank 1 was killed twice, so relaunching would not help"),
         ("die(signal.SIGABRT) if rank == 1 else follow(1)", 134, "rank 1 was killed by SIGABRT (exit status 134)"),
     ],
 )  # fmt: skip
@@ -147,7 +147,7 @@ def test_without_a_guardian_everything_is_launched_again(command: Command, where
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["auto", "auto"]
     assert "launch: the guardian on " in done.stderr
-    assert "was lost (lost guardian): launching again" in done.stderr
+    assert "was lost (lost guardian): relaunching" in done.stderr
 
 
 # Rank 0 kills its guardian; without room for all ranks, the others wait until there is.
@@ -193,8 +193,8 @@ def test_without_a_node_the_run_continues_in_the_same_launch(
     )
     assert [fault["cause"] for fault in json.loads(found[-1][0]["WORDRUN_FAULTS"])] == ["lost guardian"]
     assert "has ended: restarting" in done.stderr
-    assert ("there is room for 2 ranks again, instead of 1" in done.stderr) == (len(sizes) > 2)
-    assert "launching again" not in done.stderr
+    assert ("there is now room for 2 ranks instead of 1: restarting them" in done.stderr) == (len(sizes) > 2)
+    assert "relaunching" not in done.stderr
     assert "BAD TERMINATION" not in done.stderr
 
 
@@ -235,7 +235,7 @@ def test_a_program_that_calls_mpi_is_left_to_the_launcher(command: Command) -> N
     done = command(*ELASTIC, "-n", "2", "python", "mpi.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
-    assert "COMMAND calls MPI, so only a launcher can start its ranks: launching again without --elastic" in done.stderr
+    assert "COMMAND calls MPI, so only a launcher can start its ranks: relaunching without --elastic" in done.stderr
 
 
 def test_a_port_that_another_process_has_taken(command: Command) -> None:
@@ -251,7 +251,7 @@ while len(Path("ports").read_text().split()) < 2:
     done = command(*ELASTIC, "-n", "2", "python", "act.py", act)
     first, second = Path("ports").read_text().split()
     assert (done.returncode, first != second) == (0, True), done.stderr
-    assert f"launch: port {first} was taken in the meantime: restarting the ranks with another" in done.stderr
+    assert f"launch: port {first} was taken in the meantime: restarting the ranks with another port" in done.stderr
 
 
 def test_nobody_else_can_connect(start: Start) -> None:

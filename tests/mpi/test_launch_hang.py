@@ -108,7 +108,7 @@ def test_a_program_that_knows_nothing_of_wordrun(command: Command, tmp_path: Pat
     check = "import runpy; assert own_site; runpy.run_path('plain.py', run_name='__main__')"
     done = command("launch", *words, sys.executable, "-c", check)
     assert done.returncode == 124, done.stderr
-    assert done.stderr.count("no progress for 2 s: rank 1 has not come to all_reduce number ") == 1, done.stderr
+    assert done.stderr.count("no progress for 2 s: rank 1 has not reached all_reduce number ") == 1, done.stderr
     here, there = line_of(PLAIN, "here"), line_of(PLAIN, "there")
     assert re.search(rf"rank 1 \([\w.-]+\) is at plain.py:{here} in forgets_the_others", done.stderr)
     assert re.search(rf"ranks 0, 2 \([\w.-]+\) are at plain.py:{there} in <module>", done.stderr)
@@ -118,7 +118,7 @@ def test_a_program_that_knows_nothing_of_wordrun(command: Command, tmp_path: Pat
     ("script", "call", "says"),
     [
         (MPI_ONLY, "comm.Allreduce(x, x.copy())",
-         "2 s: rank 1 has not come to MPI_Allreduce number 3 of float64 [8] of 2 "),
+         "2 s: rank 1 has not reached MPI_Allreduce number 3 of float64 [8] of 2 "),
         (MPI_ONLY, "comm.recv(source=1)", "2 s: rank 0 waits in comm.recv for rank 1; "),
         (POINT_TO_POINT, "dist.recv(x, src=1)", "2 s: rank 0 waits in recv for rank 1; "),
         (START, "dist.init_process_group('gloo')", "5 s: rank 0 waits in init_process_group for rank 1; "),
@@ -153,7 +153,7 @@ def test_a_session_says_where_its_ranks_hang(start: Start, tmp_path: Path) -> No
     while not (found := list(tmp_path.glob("failures/*/hang-*.txt"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     text = found[0].read_text()
-    assert text.startswith("no progress for 1 s: rank 1 has not come to all_reduce number 4 of float32 [8] of 2 ranks")
+    assert text.startswith("no progress for 1 s: rank 1 has not reached all_reduce number 4 of float32 [8] of 2 ranks")
     assert f"is at session.py:{line_of(SESSION, 'here')} in <module>" in text
     job.terminate()
     job.wait(90)

@@ -236,7 +236,7 @@ def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> No
         assert f"  {result['operation']:<24}" in done.stdout
     wrong = ranks(2, *bench, "--layout", "tp=3", under="fork")
     assert wrong.returncode == 2
-    assert "--layout tp=3 is a layout of 3 ranks; there are 2" in wrong.stderr + wrong.stdout
+    assert "--layout tp=3 is for 3 ranks, but there are 2" in wrong.stderr + wrong.stdout
 
 
 def test_smoke_check(command: Any) -> None:

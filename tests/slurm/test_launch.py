@@ -295,7 +295,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_survived(cluster: Cluster, tmp
     got = cluster.run(*words, sys.executable, "rank.py", timeout=120)
     assert got.returncode == 0, got.stdout + got.stderr
     assert got.stdout.count("has met the others") == 2
-    assert "was taken in the meantime: launching again with another" in got.stderr
+    assert "was taken in the meantime: relaunching with another port" in got.stderr
 
 
 def test_launch_inside_a_step_is_refused(cluster: Cluster) -> None:
@@ -375,7 +375,7 @@ dist.all_reduce(torch.ones(5))
     (tmp_path / "late.py").write_text(text)
     got = cluster.run("salloc", "-N2", "-n2", "launch", "--hang", "3", sys.executable, "late.py", timeout=120)
     assert got.returncode == 124, got.stderr
-    assert "no progress for 3 s: rank 1 has not come to all_reduce number 1 of float32 [5] of 2 ranks; " in got.stderr
+    assert "no progress for 3 s: rank 1 has not reached all_reduce number 1 of float32 [5] of 2 ranks; " in got.stderr
     places = r"rank 1 \((n\d)\) is at late.py:7 in <module>; rank 0 \((n\d)\) is at late.py:8 in "
     assert (found := re.search(places, got.stderr)), got.stderr
     assert found[1] != found[2]
@@ -455,7 +455,7 @@ def test_the_mpi_type_follows_from_the_program_unless_the_user_chooses_it(
 def test_without_a_node_that_failed_the_run_continues(
     cluster: Cluster, tmp_path: Path, options: tuple[str, ...], after: int, message: str
 ) -> None:
-    """With the guardian of a spare node, or with fewer ranks, nothing is launched again."""
+    """With the guardian of a spare node, or with fewer ranks, nothing is relaunched."""
     rank = tmp_path / "rank.sh"
     rank.write_text("echo $SLURMD_NODENAME >> where$TRIES; [ -e again ] || { touch ready; exec sleep 61; }")
     words = ("launch", *options, "sh", rank)
@@ -472,7 +472,7 @@ def test_without_a_node_that_failed_the_run_continues(
     assert len(second) == after, text
     assert first[1] not in second
     assert message in text
-    assert ("launching again" in text) == ("--retries" in options), text
+    assert ("relaunching" in text) == ("--retries" in options), text
 
 
 def test_guardians_restart_the_ranks_of_two_nodes(cluster: Cluster, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_would_do() -> None:
         (["train.memory_budget_gb=1", "train.activation_checkpointing=full"], "omit one of the two"),
         (["train.activation_checkpointing=full:2+none:3"], "should be one of none, full, selective, N, full:N"),
         (["train.activation_offload=true"], "train.device=cpu has no other memory"),
-        (["train.activation_offload=true", "train.device=cuda", "train.compile=true"], "leaves it to the compiler"),
+        (["train.activation_offload=true", "train.device=cuda", "train.compile=true"], "leaves to the compiler"),
         (["train.activation_offload=true", "train.activation_checkpointing=2"], "recomputes what this would keep"),
     ],
 )

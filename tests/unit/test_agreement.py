@@ -47,7 +47,7 @@ def test_one_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     def act(rank: int, made: Agreement) -> str:
         if rank == N - 1:
             return ""
-        with pytest.raises(WorldError, match=f"not all of {N} ranks came to an agreement within 1 s") as error:
+        with pytest.raises(WorldError, match=f"not all of {N} ranks reached the same point within 1 s") as error:
             made.meet()
         return str(error.value)
 

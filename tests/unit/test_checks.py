@@ -62,7 +62,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=4", "model.n_head=2", "model.dropout=0.1"],
             4,
-            "model.dropout=0.1 needs the attention weights of whole sequences, which backend.cp_attention=ring never",
+            "model.dropout=0.1 needs the attention weights of complete sequences, which backend.cp_attention=ring ",
         ),
         (
             ["train.backend=TP", "backend.cp=2", "backend.tp=2", "backend.cp_attention=heads", "model.n_head=2"],
@@ -72,8 +72,8 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=4", "model=llama_debug", "model.window=16"],
             4,
-            "model.window=16 needs the attention weights of whole sequences, which backend.cp_attention=ring never "
-            "has: use model.block_size=16, or backend.cp=2 backend.cp_attention=heads",
+            "model.window=16 needs the attention weights of complete sequences, which backend.cp_attention=ring never "
+            "materializes: use model.block_size=16, or backend.cp=2 backend.cp_attention=heads",
         ),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),

@@ -36,14 +36,14 @@ def test_who_has_not_come_is_named_first() -> None:
     late = Answer(2, "b", 102, line="data.py:3 in read", last={"0": 11}, phase="training", step=5)
     text = hang.describe([waiting(0), waiting(1), late, waiting(3)], WORLD)
     assert text == (
-        "rank 2 has not come to all_reduce number 12 of float32 [8] of 4 ranks; "
+        "rank 2 has not reached all_reduce number 12 of float32 [8] of 4 ranks; "
         "rank 2 (b) is at data.py:3 in read (training after 5 steps); ranks 0-1, 3 (a, b) are at train.py:9 in step"
     )
 
 
 def test_silent_ranks_are_named_with_the_host_where_they_should_be() -> None:
     text = hang.describe([waiting(0), waiting(1)], WORLD)
-    assert text.startswith("ranks 2-3 have not come to all_reduce number 12 of float32 [8] of 4 ranks; ")
+    assert text.startswith("ranks 2-3 have not reached all_reduce number 12 of float32 [8] of 4 ranks; ")
     assert "ranks 2-3 (b) are silent" in text
 
 
@@ -59,12 +59,12 @@ def test_different_shapes_in_one_collective_are_named() -> None:
 
 
 def test_the_rank_that_waits_for_nobody_is_the_reason() -> None:
-    """Rank 3 sleeps; rank 2, in a group with it, cannot come to the collective of all."""
+    """Rank 3 sleeps; rank 2, in a group with it, cannot reach the collective of all."""
     inner = {"group": "g", "seq": 3, "op": "all_gather", "size": "float32 [2]"}
     in_group = Answer(2, "b", 102, pending=[inner], last={"0": 11, "g": 3}, groups={"g": [(2, 3, 1)]}, line="tp.py:1")
     asleep = Answer(3, "b", 103, last={"0": 11, "g": 2}, line="user.py:7 in nap")
     text = hang.describe([waiting(0), waiting(1), in_group, asleep], WORLD)
-    assert text.startswith("rank 3 has not come to all_gather number 3 of float32 [2] of 2 ranks in group g; rank 3 (")
+    assert text.startswith("rank 3 has not reached all_gather number 3 of float32 [2] of 2 ranks in group g; rank 3 (")
 
 
 def test_the_place_of_ranks_in_a_layout_is_named() -> None:
@@ -75,7 +75,7 @@ def test_the_place_of_ranks_in_a_layout_is_named() -> None:
     others = [Answer(rank, "a", rank, line="pipe.py:4 in receive") for rank in (0, 1)]
     text = hang.describe([*others, in_group, asleep], WORLD, Layout(pp=2, tp=2))
     assert text == (
-        "rank 3 has not come to all_gather number 3 of float32 [2] of 2 ranks along tp; "
+        "rank 3 has not reached all_gather number 3 of float32 [2] of 2 ranks along tp; "
         "rank 3 (b; pp=1, tp=1) is at user.py:7 in nap; rank 2 (b; pp=1, tp=0) is at tp.py:1 in f; "
         "ranks 0-1 (a; pp=0) are at pipe.py:4 in receive"
     )
@@ -86,8 +86,8 @@ def test_the_place_of_ranks_in_a_layout_is_named() -> None:
 def test_ranks_that_are_asked_while_they_work_do_not_hang() -> None:
     everyone = [waiting(rank) for rank in range(4)]
     asked = hang.describe(everyone, WORLD, hangs=False)
-    assert asked.startswith("all ranks have come to all_reduce number 12 of float32 [8] of 4 ranks; ranks 0-3 (")
-    assert "is the network between them intact?" in hang.describe(everyone, WORLD)
+    assert asked.startswith("all ranks have reached all_reduce number 12 of float32 [8] of 4 ranks; ranks 0-3 (")
+    assert "check the network between them" in hang.describe(everyone, WORLD)
 
 
 def test_files_of_wordrun_are_named_as_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_ten_thousand_ranks_are_one_paragraph_and_one_stack() -> None:
     del found[77]
     begun = time.monotonic()
     text = hang.describe(found, World(size=10_000, local_size=8, nodes=1250))
-    assert "rank 77 has not come" in text
+    assert "rank 77 has not reached" in text
     assert len(text) < 400
     assert hang.all_stacks(found).count("train.py") == 1
     assert time.monotonic() - begun < 10

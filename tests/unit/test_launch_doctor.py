@@ -177,7 +177,7 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
         (Site("far", internet=False), {}, "ok", "not reachable from compute nodes of far"),
         (Site("far", internet=False), {"WANDB_MODE": "online"}, "warning", "but WANDB_MODE=online"),
         (Site("near", proxies={"https_proxy": "http://p:1"}), {}, "ok", "through the site's proxies (https_proxy)"),
-        (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy empty"),
+        (Site("near", proxies={"https_proxy": "http://p:1"}), {"https_proxy": ""}, "warning", "https_proxy is empty"),
     ],
     ids=["none", "none, but W&B is to be online", "by proxies", "a proxy that is taken away"],
 )
@@ -208,7 +208,7 @@ def test_a_job_whose_launcher_is_missing(tmp_path: Path) -> None:
         "hosts": "x3209c0s19b0n0", "cores": "64", "devices": "4", "ranks": "4"
     }  # fmt: skip
     why = [
-        "no mpiexec of pals: none beside python or in PATH",
+        "no mpiexec of pals: none next to this Python or in PATH",
         "  nothing at /opt/cray/pals/default/bin/mpiexec, /opt/cray/pals/*/bin/mpiexec",
         "  remedy: module load cray-pals",
     ]

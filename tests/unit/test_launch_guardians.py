@@ -61,7 +61,7 @@ def test_under_hang_an_interpreter_starts() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cpu-bind", "core"], "--cpu-bind core: with --elastic, guardians place the ranks; leave it out"),
+        (["--cpu-bind", "core"], "--cpu-bind core: with --elastic, guardians bind the ranks; leave it out"),
         (["--elastic", "2"], "--elastic 2: the run starts with 2 ranks, so use a number of at most 1, or none"),
         (["--launcher", "torchrun"], "--launcher torchrun: with --elastic, no torchrun is needed; leave it out"),
     ],
@@ -112,7 +112,7 @@ def test_variables_of_a_rank_under_srun(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_guardian_started_by_hand_says_who_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert guardian.main() == 2
-    assert capsys.readouterr().err == "launch: a guardian is started by launch --elastic\n"
+    assert capsys.readouterr().err == "launch: guardians are started by launch --elastic, not directly\n"
 
 
 class Head:

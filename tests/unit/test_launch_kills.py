@@ -45,7 +45,7 @@ def test_a_training_that_is_killed_goes_on(tmp_path: Path, steps: str, status: i
     words = [sys.executable, "-m", "wordrun.launch", "--retries", "5", sys.executable, "killed.py", *TINY]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == status, done.stderr
-    assert "launch: rank 0 was killed at step 4 (SIGKILL, not for lack of memory on this host): launching again" in (
+    assert "launch: rank 0 was killed at step 4 (SIGKILL, not for lack of memory on this host): relaunching" in (
         done.stderr
     )
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -56,13 +56,13 @@ def test_a_training_that_is_killed_goes_on(tmp_path: Path, steps: str, status: i
     ]
     assert all(fault["source"] == "disk" and fault["resumed_step"] <= fault["last_step"] for fault in found)
     if status:
-        assert "launch: rank 0 was killed twice at step 4, so launching again would not help" in done.stderr
+        assert "launch: rank 0 was killed twice at step 4, so relaunching would not help" in done.stderr
 
 
 def test_a_kill_for_memory_is_not_tried_again() -> None:
     kills = Kills()
     assert kills.fault(Outcome(137, failed=1, memory="the kernel killed python because memory ran out"), "") is None
-    assert kills.refusal == "launching again would need as much memory"
+    assert kills.refusal == "relaunching would need as much memory"
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_a_guardian_that_is_killed_before_it_connects_is_started_again(tmp_path:
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_STATE_HOME": f"{tmp_path}/state"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 9, done.stderr
-    assert done.stderr.count("launch: a guardian was lost (lost guardian): launching again") == 1
-    assert "launch: a guardian was lost twice, so launching again would not help" in done.stderr
+    assert done.stderr.count("launch: a guardian was lost (lost guardian): relaunching") == 1
+    assert "launch: a guardian was lost twice, so relaunching would not help" in done.stderr
 
 
 def test_other_ranks_and_other_steps_are_other_deaths(tmp_path: Path) -> None:

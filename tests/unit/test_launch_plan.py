@@ -397,7 +397,7 @@ def test_launcher_is_chosen_with_reasons(tmp_path: Path, monkeypatch: pytest.Mon
     fake_mpiexec(tmp_path / "own/mpiexec", "HYDRA build details:")
     assert choose(None, 2, env, LAPTOP).path == f"{tmp_path}/own/mpiexec"  # the environment's own comes first
     assert choose("openmpi", 1, env, LAPTOP).path == f"{tmp_path}/b/mpiexec"
-    with pytest.raises(ConfigError, match="no mpiexec of openmpi: none beside python or in PATH\n  passed over"):
+    with pytest.raises(ConfigError, match="no mpiexec of openmpi: none next to this Python or in PATH\n  passed over"):
         choose("openmpi", 2, {"PATH": f"{tmp_path}/a"}, LAPTOP)
     monkeypatch.setattr("wordrun.launch.launchers.torchrun.has_torch", lambda: False)
     with pytest.raises(ConfigError, match="wordrun\\[mpich\\]"):

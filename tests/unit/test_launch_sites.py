@@ -434,9 +434,9 @@ def test_a_users_own_site_needs_no_python(cluster: Cluster, tmp_path: Path) -> N
 BAD_VALUES = {
     "devises: 4": ["unknown key 'devises'; did you mean 'devices'?"],
     "devices: four": ["devices: 'four' should be a whole number"],
-    "devices: -1": ["devices: -1 should be a whole number from 0 up"],
-    "cores: 0": ["cores: 0 should be a whole number from 1 up"],
-    "ranks_per_node: 0": ["ranks_per_node: 0 should be a whole number from 1 up"],
+    "devices: -1": ["devices: -1 should be a whole number, at least 0"],
+    "cores: 0": ["cores: 0 should be a whole number, at least 1"],
+    "ranks_per_node: 0": ["ranks_per_node: 0 should be a whole number, at least 1"],
     "launcher: mpich": ["launcher: 'mpich' should be one of pals, hydra, openmpi, srun"],
     "env: {A: 1}": ["env.A: 1 should be [value, reason]"],
     "env: {1: [a, b]}": ["env: the name 1 should be text"],
@@ -447,21 +447,21 @@ BAD_VALUES = {
     "recognise: {hosts: 'x['}": ["recognise.hosts: 'x[' is not a regular expression"],
     "recognise: {hosts: [x]}": ["recognise.hosts: ['x'] should be text"],
     "recognise: {env: {A: 'x['}}": ["recognise.env.A: 'x[' is not a regular expression"],
-    "recognise: {env: [A]}": ["recognise.env: ['A'] should be names and values"],
-    "recognise: {env: foo}": ["recognise.env: 'foo' should be names and values"],
+    "recognise: {env: [A]}": ["recognise.env: ['A'] should be keys and values"],
+    "recognise: {env: foo}": ["recognise.env: 'foo' should be keys and values"],
     "cores_near_device: [a]": ["cores_near_device: 'a' should be cores such as 8-15"],
     "cores_near_device: [8-1]": ["cores_near_device: '8-1' should name the lower core first"],
     "{devices: 4, cores_near_device: [0-7, 8-15]}": ["cores_near_device: 2 entries for devices: 4"],
     "{launcher: srun, srun_args: ['--gpus={device}']}": ["srun_args: '--gpus={device}' has", "mean '{devices}'?"],
     "{launcher: srun, srun_args: ['--gpus={devices']}": ["has {devices, which is not a placeholder"],
-    "srun_args: [--exact]": ["srun_args goes with launcher: srun, and the file says no launcher"],
-    "{launcher: srun, pals_binding: depth}": ["pals_binding goes with launcher: pals", "says launcher: srun"],
+    "srun_args: [--exact]": ["srun_args requires launcher: srun, and the file says no launcher"],
+    "{launcher: srun, pals_binding: depth}": ["pals_binding requires launcher: pals", "says launcher: srun"],
     "{launcher: srun, scheduler: pbs}": ["launcher: srun needs scheduler: slurm", "says scheduler: pbs"],
     "master_addr: '{hst}.x'": ["master_addr: '{hst}.x' has {hst}", "did you mean '{host}'?"],
-    "master_addr: node1": ["master_addr: 'node1' should hold {host}"],
+    "master_addr: node1": ["master_addr: 'node1' should contain {host}"],
     "proxies: {http_proxy: 8080}": ["proxies.http_proxy: 8080 should be text"],
     "modules: [module load a: b]": ["modules: {'module load a': 'b'} should be one line of text"],
-    "queues: {debug: }": ["queues.debug: None should be names and values ({} for none)"],
+    "queues: {debug: }": ["queues.debug: None should be keys and values ({} for none)"],
     "queues: {debug: {hour: 1}}": ["queues.debug: unknown key 'hour'; did you mean 'hours'?"],
     "queues: {debug: {hours: one}}": ["queues.debug.hours: 'one' should be a number above 0"],
     "queues: {debug: {nodes: 4}}": ["queues.debug.nodes: 4 should be [least, most] nodes"],
@@ -472,15 +472,15 @@ BAD_VALUES = {
     "submit: {queue_needed: 1}": ["submit.queue_needed: 1 should be true or false"],
     "submit: {queue_option: qos}": ["submit.queue_option: 'qos' should be an option of sbatch"],
     "submit: {directives: --exclusive}": ["submit.directives: '--exclusive' should be a list, such as [--exclusive]"],
-    "submit: {directives: ['--gres=gpu:{n}']}": ["submit.directives: '--gres=gpu:{n}' has {n}", "known is {devices}"],
-    "{scheduler: pbs, submit: {directives: ['-l n={devices}']}}": ["pbs replaces nothing"],
+    "submit: {directives: ['--gres=gpu:{n}']}": ["submit.directives: '--gres=gpu:{n}' has {n}", "use {devices}"],
+    "{scheduler: pbs, submit: {directives: ['-l n={devices}']}}": ["pbs has no placeholders"],
     "{devises: 4, devices: four}": ["unknown key 'devises'", "should be a whole number"],
     "{devises: 4, cores: 0, submit: {a: 1}}": ["unknown key 'devises'", "cores: 0", "submit: unknown key 'a'"],
 }  # fmt: skip
 BAD_FILES = {
     "scheduler: lsf": [": scheduler: 'lsf' should be one of pbs, slurm"],
     "devices: 4": [": scheduler is missing: it should be one of pbs, slurm"],
-    "- a": [" should hold keys and values"],
+    "- a": [" should contain keys and values"],
     "a: [b,\nc: d": ["in the block from line 1"],
     "description: our: cluster": [", line 1, column 17: mapping values are not allowed"],
     "description: 2024-13-45": [": month must be in 1..12"],
@@ -541,7 +541,7 @@ def test_a_conda_mpiexec_is_passed_over_for_pals(cluster: Cluster, tmp_path: Pat
     assert f"passed over {conda} (hydra" in found.why
     with pytest.raises(ConfigError) as caught:
         choose(None, 24, {**env, "PATH": str(conda.parent)}, job, known)
-    assert "no mpiexec of pals: none beside python or in PATH\n  nothing at /opt/cray/pals" in str(caught.value)
+    assert "no mpiexec of pals: none next to this Python or in PATH\n  nothing at /opt/cray/pals" in str(caught.value)
     assert "module load cray-pals" in str(caught.value)
 
 

@@ -229,7 +229,7 @@ def test_a_run_logs_the_loads_and_resumes_exactly(optimizer: str, small: Words, 
         (["train.backend=FSDP", "backend.ep=2", "model=nano"], "model=nano does not say how experts can be divided"),
         (["train.backend=TP"], "model=moe_debug does not say how its matrices can be divided among ranks"),
         (["train.backend=deepspeed"], "DeepSpeed's engine does not balance the load of experts"),
-        (["model.lora_rank=4"], "model.lora_rank=4: LoRA has no additions for experts"),
+        (["model.lora_rank=4"], "model.lora_rank=4: LoRA has no adapters for experts"),
         (["model.mup=true"], "model.mup=true does not cover a mixture of experts"),
     ],
 )

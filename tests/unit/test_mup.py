@@ -135,7 +135,10 @@ def test_the_depth_dial_keeps_the_rates_of_the_base_width() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["model.mup_base_width=64"], "model.mup_base_width=64 is for model.mup=true: set it, or omit this"),
+        (
+            ["model.mup_base_width=64"],
+            "model.mup_base_width=64 has no effect without model.mup=true: set that, or omit this",
+        ),
         (["model.mup=true", "model.mup_base_width=0"], "model.mup_base_width=0 should be at least 1"),
         (
             ["model.mup=true", "model.lora_rank=4", "train.init_from=run"],

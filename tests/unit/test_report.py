@@ -120,7 +120,7 @@ def test_a_living_run_is_called_so_and_an_incomplete_line_is_no_damage(tmp_path:
     run = make_run(tmp_path / "run", reason="running")
     append(run / "metrics.jsonl", '{"step": 21, "lo')
     text = Page(page.write(run)).text
-    assert "still going when this page was written" in text
+    assert "still running when this page was written" in text
     assert "cannot be read" not in text
 
 
@@ -152,7 +152,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert cli.main([f"runs={tmp_path}"]) == 2
     assert "there is no run there" in capsys.readouterr().err
     assert cli.main([f"run={make_run(tmp_path / 'run')}", f"out={tmp_path / 'none' / 'x.html'}"]) == 1
-    assert "choose another file by out=FILE" in capsys.readouterr().err
+    assert "choose another file with out=FILE" in capsys.readouterr().err
 
 
 def test_a_comparison_lists_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,11 +93,11 @@ def test_a_search_finds_the_best_and_continues_where_it_stopped(
 ) -> None:
     words = ("x=range(0,7)", "fail=5")
     assert run(command, *words, n_trials=4, parallel=2) == 0
-    assert "sweep s: 4 of 4 points, 2 at the same time" in capfd.readouterr().out
+    assert "sweep s: 4 of 4 points, 2 at a time" in capfd.readouterr().out
     assert len(study().trials) == 4
     assert run(command, *words, n_trials=9) == 0
     out = capfd.readouterr().out
-    assert "sweep s: 5 of 9 points, 1 at the same time" in out
+    assert "sweep s: 5 of 9 points, 1 at a time" in out
     trials = study().trials
     assert len(trials) == 9
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]

@@ -142,7 +142,7 @@ def test_a_study_without_a_result_has_no_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "1,x", "--out", "o"], "should be numbers from 1"),
+        (["--ranks", "1,x", "--out", "o"], "should be positive whole numbers"),
         (["--out", "o"], "--ranks --nodes is required"),
         (["--ranks", "1", "--nodes", "2", "--out", "o"], "not allowed with argument"),
     ],
@@ -156,7 +156,7 @@ def test_words_that_argparse_refuses(words: list[str], message: str, capfd: pyte
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "1", "train.max_iters=5"], "train.max_iters=5: the study chooses it itself"),
+        (["--ranks", "1", "train.max_iters=5"], "train.max_iters=5: the study sets this itself"),
         (["--ranks", "1", "--steps", "0"], "should be at least 1"),
         (
             ["--ranks", "1", "--backends", "DPP"],
@@ -224,7 +224,7 @@ def test_a_point_without_room_on_the_disk_ends_the_study_and_is_repeated(
         with opened(tmp_path) as file:
             runner.Runner(file, arguments(tmp_path), lambda point, run: {}).run([A, B])
 
-    with pytest.raises(UserError, match="a had no room on the disk"):
+    with pytest.raises(UserError, match="a ran out of disk space"):
         run()
     assert len(texts) == 3, "the other point was not started"
     run()

@@ -128,10 +128,10 @@ def test_sizes_may_have_several_options() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["isoflop", "--budgets", "1e9", "--sizes", "model.n_embd=8", "train.max_iters=9"], r"chooses it itself"),
+        (["isoflop", "--budgets", "1e9", "--sizes", "model.n_embd=8", "train.max_iters=9"], r"sets this itself"),
         (["isoflop", "--budgets", "1e9", "--sizes", "width=4", "model=resnet18", "data=digits"], "transformers, whose"),
         (["coord", "--widths", "64"], "two or more whole numbers"),
-        (["coord", "model.n_embd=64"], "model.n_embd=64: the study chooses it itself"),
+        (["coord", "model.n_embd=64"], "model.n_embd=64: the study sets this itself"),
         (["coord", "model=resnet18", "data=digits"], "transformers, whose layers are measured"),
     ],
 )

@@ -65,10 +65,10 @@ def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
     monkeypatch.setenv("FAIL", "2")
     assert sweep(command, "1", "2", "3", parallel=2) == 1
     out = capfd.readouterr().out
-    assert "sweep s: 3 points, 2 at the same time" in out
+    assert "sweep s: 3 points, 2 at a time" in out
     assert "point 1 failed (s/1.log): x is not good" in out.splitlines()
     assert "sweep s: 2 finished, 1 failed" in out
-    assert "wordrun sweep s starts what is missing" in out
+    assert "wordrun sweep s runs the unfinished points" in out
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row[1:2] == ["finished"] and row[-1].startswith("x=")] == ["0", "2"]
     assert ["2", "finished", "3.0000", "x=3"] in [[*row[:2], *row[3:]] for row in rows]
@@ -76,7 +76,7 @@ def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
     monkeypatch.delenv("FAIL")
     assert sweep(command, "0", "1", "2", "3", resume=True) == 0
     out = capfd.readouterr().out
-    assert "sweep s: 2 points, 1 at the same time; 2 finished or running before" in out
+    assert "sweep s: 2 points, 1 at a time; 2 already finished or running" in out
     assert "sweep s: 4 finished" in out
     runs = {number: len(Path(f"s/{number}/ids").read_text().split()) for number in range(4)}
     assert runs == {0: 1, 1: 2, 2: 1, 3: 1}, "points keep their directories, and a new one gets the next number"
@@ -190,7 +190,7 @@ def exit_status(*words: str) -> int:
         (["hydra.launcher.args=--foo"], "unknown option '--foo'"),
         (["hydra.launcher.queue=q"], "hydra.launcher.queue is only for submitted jobs: add hydra.launcher.submit=true"),
         (["hydra.launcher.submit=true"], "hydra.launcher.submit=true needs hydra.launcher.walltime=H:MM:SS"),
-        (["hydra.launcher.resume=true"], "there is no sweep in s; name its folder by hydra.sweep.dir=DIR"),
+        (["hydra.launcher.resume=true"], "there is no sweep in s; set its folder with hydra.sweep.dir=DIR"),
         (["hydra.sweep.subdir=same"], "hydra.sweep.subdir=same is the same for points 0 and 1"),
         (["hydra.sweep.dir=/proc/none"], "hydra.sweep.dir=/proc/none cannot be created"),
     ],
@@ -266,7 +266,7 @@ def test_points_are_submitted_one_per_job_or_several(
     (bin_folder / "squeue").chmod(0o755)
     shutil.rmtree(tmp_path / "outputs")
     assert sweep(base, "1", "2", "3", resume=True, **options) == 0
-    assert "points whose jobs wait or run, which are not submitted again: 3" in capfd.readouterr().out
+    assert "points not resubmitted, because their jobs are pending or running: 3" in capfd.readouterr().out
     assert not (tmp_path / "outputs").exists()
 
 

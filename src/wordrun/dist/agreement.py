@@ -1,8 +1,8 @@
 """Ranks wait for each other, and learn whether one has failed, in any thread and at any number of ranks.
 
 They do so through the store rather than in a process group, because collectives of two threads must not interleave, and
-because each rank of gloo keeps a connection to every other one. A rank sends two
-short messages and looks for the answer.
+because each rank of gloo keeps a connection to every other one. A rank sends two short messages and polls for the
+answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from wordrun.dist.setup import call_number, shared_store
 from wordrun.dist.world import World
 from wordrun.errors import WorldError
 
-# Together, the ranks look for an answer this often; a rank alone at most every 5 ms.
+# Polls per second by all ranks together.
 LOOKS_PER_S = 20_000
-SHORTEST_S = 0.005
+SHORTEST_S = 0.005  # shortest pause between two polls of a rank
 
 
 class Agreement:
@@ -93,6 +93,6 @@ class Agreement:
             if staying.is_over():
                 raise WorldError("another rank has died")
             if time.monotonic() > end:
-                raise WorldError(f"not all of {self.world.size} ranks came to an agreement within {self.timeout_s} s")
+                raise WorldError(f"not all of {self.world.size} ranks reached the same point within {self.timeout_s} s")
             time.sleep(pause)
             pause = min(2 * pause, max(0.1, self.world.size / LOOKS_PER_S))

@@ -36,7 +36,9 @@ def choose_device(kind: str, world: World) -> torch.device:
         raise WorldError(f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}")
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:
-        LOGGER.warning("%d ranks share %d devices on %s: launch --ppn %d", world.local_size, count, world.host, count)
+        LOGGER.warning(
+            "%d ranks share %d devices on %s: use launch --ppn %d", world.local_size, count, world.host, count
+        )
     # A single visible device is number 0 for every local rank: the launcher has already assigned them.
     return torch.device(kind, 0 if count == 1 else world.local_rank % count)
 

@@ -1,4 +1,4 @@
-"""What the ranks' answers mean: who has not come to which collective, and where each group of ranks is."""
+"""What the ranks' answers mean: who has not reached which collective, and where each group of ranks is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
     line: str = ""
     """The innermost line of the user's code."""
     state: str = ""
-    """Why it could not answer, if the system knows."""
+    """Why it could not answer, if the operating system shows it."""
     spoken_for: bool = False
     """Whether another rank on its host answers for it."""
     groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class Blocked:
     seq: int
     waiting: frozenset[int]
     missing: frozenset[int]
-    """Members of the group that have not come to it."""
+    """Members of the group that have not reached it."""
     calls: Mapping[tuple[str, str], Sequence[int]]
-    """The ranks that have come to it, as far as is known, by operation and size; several if they disagree."""
+    """The ranks that have reached it, as far as is known, by operation and size; several if they disagree."""
     members: Sequence[int]
     """The ranks of the group."""
 
@@ -85,7 +85,7 @@ class Blocked:
 def aborts(answers: Sequence[Answer]) -> str:
     """Return which ranks C++ code is about to abort."""
     ranks = [answer.rank for answer in answers if answer.aborts]
-    return f"C++ code aborts {names(ranks) if ranks else 'a rank'}"
+    return f"C++ code is aborting {names(ranks) if ranks else 'a rank'}"
 
 
 def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, *, hangs: bool = True) -> str:
@@ -144,7 +144,7 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
     seq = min(call["seq"] for call in waits.values())
     spans = next((answer.groups[group] for answer in answers if answer.groups.get(group)), [(0, size - 1, 1)])
     members = [rank for first, last, distance in spans for rank in range(first, last + 1, distance)]
-    came = {a.rank for a in answers if a.last.get(group, 0) >= seq}
+    reached = {each.rank for each in answers if each.last.get(group, 0) >= seq}
     calls: dict[tuple[str, str], list[int]] = {}
     for answer in answers:
         for call in (*answer.pending, *answer.recent):
@@ -152,11 +152,11 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
                 calls.setdefault((call["op"], call["size"]), []).append(answer.rank)
                 break
     waiting = frozenset(rank for rank, call in waits.items() if call["seq"] == seq)
-    return Blocked(group, seq, waiting, frozenset({*members} - came), calls, members)
+    return Blocked(group, seq, waiting, frozenset({*members} - reached), calls, members)
 
 
 def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
-    """Return who has not come to a collective, or how the ranks disagree about it."""
+    """Return who has not reached a collective, or how the ranks disagree about it."""
     of, first = f"of {len(blocked.members)} ranks", blocked.members[0]
     if blocked.group not in ("0", mpi_calls.GROUP):
         along = [f" along {axis}" for axis in AXES if [*layout.group(first, axis)] == [*blocked.members]]
@@ -168,14 +168,14 @@ def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
     if blocked.missing:
         have = "has" if len(blocked.missing) == 1 else "have"
         whom = " and ".join(f"{what} ({ranges(ranks)})" for what, ranks in calls)
-        return f"{names(sorted(blocked.missing))} {have} not come to {whom} {of}" if len(calls) > 1 else (
-            f"{names(sorted(blocked.missing))} {have} not come to {calls[0][0]} {of}"
+        return f"{names(sorted(blocked.missing))} {have} not reached {whom} {of}" if len(calls) > 1 else (
+            f"{names(sorted(blocked.missing))} {have} not reached {calls[0][0]} {of}"
         )  # fmt: skip
     if len(calls) > 1:
         each = ", ".join(f"{names(ranks)} {what}" for what, ranks in calls)
         return f"the ranks have called different collectives: {each}, {of}"
-    everyone = f"all ranks have come to {calls[0][0]} {of}"
-    return f"{everyone}, but it does not end: is the network between them intact?" if hangs else everyone
+    everyone = f"all ranks have reached {calls[0][0]} {of}"
+    return f"{everyone}, but it does not complete: check the network between them" if hangs else everyone
 
 
 def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKNOWN) -> str:

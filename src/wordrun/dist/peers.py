@@ -19,7 +19,7 @@ from typing import Any
 from wordrun.dist.setup import shared_store
 from wordrun.dist.world import World
 
-# Neither side waits longer for the other's next bytes.
+# Either side waits at most this long [s] for the other's next bytes.
 SILENCE_S = 60
 REQUEST = re.compile(r"([0-9a-f]+) (\w[\w.-]*/\w[\w.-]*)\n")
 LENGTH = 8
@@ -48,7 +48,7 @@ class Peers:
         threading.Thread(target=self._serve, name="peers", daemon=True).start()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._server.close()

@@ -68,7 +68,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
 
 
 def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wait: bool) -> Any:
-    """Return a store that listens at ``address`` alone, since it takes any client's word; port 0: a free one.
+    """Return a store that listens at ``address`` alone, since it trusts any client; port 0: a free one.
 
     torch by itself would listen on all interfaces. So does this store if ``address`` is not one of this host, or if
     other hosts know it by another (a name may stand for 127.0.1.1 here). ``wait``: until all ranks have connected.
@@ -77,7 +77,7 @@ def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wa
 
     _allow_connections(world)
     listen: dict[str, Any] = {}
-    with contextlib.suppress(socket.gaierror):  # a name of IPv6 alone
+    with contextlib.suppress(socket.gaierror):  # a name with IPv6 addresses only
         at = socket.gethostbyname(address)
         try:
             if world.nodes == 1 or not at.startswith("127."):
@@ -132,10 +132,12 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     if not address or not port or not port.isdigit() or not 0 < int(port) < 65536:
         raise WorldError(
             f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "
-            "start them with `launch`, which decides both, or torchrun with --standalone or a --master-port"
+            "start them with `launch`, which sets both, or torchrun with --standalone or a --master-port"
         )
     if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
-        raise WorldError(f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: name the first host")
+        raise WorldError(
+            f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: set it to the first host's address"
+        )
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}  # which env:// reads
     try:
         if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -108,7 +108,7 @@ def all_arrive(place: str, world: World, timeout_s: float) -> bool:
         store.set(f"{key}/all", b"")
     try:
         store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
-    except RuntimeError:  # DistStoreError: the time is over
+    except RuntimeError:  # DistStoreError: it timed out
         return False
     return True
 
@@ -150,7 +150,7 @@ def cleanup() -> None:
 
 
 def begin_anew() -> None:
-    """Leave what is left of a generation, and wait for the next one, whose ranks meet in another store."""
+    """Leave what remains of a generation, and wait for the next one, whose ranks meet in another store."""
     _leave()
     _calls.clear()
     staying.rejoin()
@@ -162,8 +162,8 @@ def session(
 ) -> Iterator[World]:
     """Join the other ranks for a ``with`` block; an exception in it ends the whole job.
 
-    The arguments are those of ``setup``, and ``hang_s``: after a collective has waited for so many seconds, say where
-    each rank is (0: never).
+    The arguments are those of ``setup``, and ``hang_s``: after a collective has waited for this many seconds, report
+    where each rank is (0: never).
     """
     with guard(discover_or_exit()):
         world = identify()

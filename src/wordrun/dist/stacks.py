@@ -1,4 +1,4 @@
-"""Where threads are: this process's own, and those of other ranks on this host that cannot say it themselves.
+"""Where threads are: this process's own, and those of other ranks on this host that cannot report them themselves.
 
 ``Dump`` lets any process on this host ask: SIGQUIT makes faulthandler write all stacks into a file in memory, from the
 signal handler, so that it works while C++ code waits or an extension holds the interpreter's lock.
@@ -142,7 +142,7 @@ class Dump:
         self.register()
 
     def register(self) -> None:
-        """Handle SIGQUIT, unless the user does; a shell's background jobs ignore it, which is no wish of the user's."""
+        """Handle SIGQUIT, unless the user does; being ignored, as in a shell's background jobs, does not count."""
         self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN, None)
         if self._registered:
             faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=True)
@@ -192,6 +192,6 @@ def ask(pid: int, path: str) -> dict[str, Stack]:
         fd = os.open(path, os.O_RDWR)
         with os.fdopen(fd, "r+") as file:
             text = file.read()
-            file.truncate(0)  # otherwise the process would take it for a question of the user's
+            file.truncate(0)  # otherwise the process would take it for a request of the user's
             return parse(text)
     return {}

@@ -62,9 +62,9 @@ def begin() -> None:
 
 
 def offer(device: str) -> None:
-    """Offer to stay, once a generation has taken a step; the guardian waits no longer than starting anew would take.
+    """Offer to stay, once a generation has taken a step; the guardian waits no longer than a restart would take.
 
-    Only on CPUs: to abort collectives of a device, and use it again, has not been tried.
+    Only on CPUs: aborting a device's collectives and using it again is untested.
     """
     if _rank.line is None or _rank.offered or device != "cpu":
         return

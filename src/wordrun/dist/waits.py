@@ -11,10 +11,10 @@ from typing import Any
 from wordrun import flight_recorder
 from wordrun.dist import mpi_calls, stacks
 
-# In init_process_group, to which ranks come at different times, they may wait this many times as long.
+# Ranks reach init_process_group at different times, so they may wait there this many times as long.
 START_FACTOR = 5.0
 MOST = 20
-"""Collectives that an answer describes."""
+"""Number of collectives that an answer describes."""
 
 
 def collectives(size: int) -> dict[str, Any]:

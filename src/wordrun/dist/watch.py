@@ -1,4 +1,4 @@
-"""Notice that a rank makes no progress, and have all ranks say where they are.
+"""Notice that a rank makes no progress, and have all ranks report where they are.
 
 Each rank has a thread that sleeps most of the time. It compares a counter, which the main thread advances, with what it
 was: nothing is sent while all is well. When a rank is late, it leaves a request in a folder that all hosts share; every
@@ -38,7 +38,7 @@ TICK_S = 1.0
 START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
-EARLIER = 0.8  # of the time limit of collectives
+EARLIER = 0.8  # a hang is reported at the latest after this share of the time limit of collectives
 ASKED_S = 10.0  # the same for an answer to a question, without a hang, or before an abort
 
 
@@ -69,7 +69,7 @@ class Watch:
         self._answered = ""
         self._tick = min(TICK_S, self.hang_s / 8)
         self._every = max(self._tick, self.world.size / LOOKS_PER_S)
-        """Seconds between two looks for requests."""
+        """Seconds between checks for requests."""
         self._ended = threading.Event()
         self._aborts = False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -131,7 +131,7 @@ class Watch:
             LOGGER.error("%sat %s; cannot ask other ranks: %s: %s", since, line, error.filename, error.strerror)
 
     def before_abort(self) -> None:
-        """Have all ranks say where they are, and wait for that; C++ code is about to abort this process."""
+        """Have all ranks report where they are, and wait for that; C++ code is about to abort this process."""
         if not self._thread.is_alive():  # in a process that this one has forked
             return
         self._aborts = True
@@ -165,7 +165,7 @@ class Watch:
                     look_at = now + self._every
                     asked |= self._answer(now - since)
             except Exception as error:  # such as a folder that is gone; the run must not suffer
-                LOGGER.warning("cannot say where the ranks are: %r", error)
+                LOGGER.warning("cannot report where the ranks are: %r", error)
                 look_at = time.monotonic() + ANSWER_S
 
     def _answer(self, idle_s: float) -> bool:

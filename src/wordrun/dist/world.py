@@ -20,7 +20,7 @@ from wordrun.slurm import expand_counts, is_task
 
 @dataclass(frozen=True)
 class World:
-    """One process of a job, and its place among the others."""
+    """One process of a job, and its position among the others."""
 
     rank: int = 0
     """Index among all processes, 0 to size - 1."""
@@ -303,7 +303,7 @@ def _size(family: Family, env: Mapping[str, str], local_size: int) -> tuple[int,
         size = _number(family.size, env)
         if by_launch and env.get("WORDRUN_LAUNCHER") == family.launcher and _number("WORDRUN_WORLD_SIZE", env) != size:
             differ = f"launch started {by_launch} ranks (WORDRUN_WORLD_SIZE), but {family.size}={size}"
-            remedy = "start the inner command without it"
+            remedy = "start the command without the inner launcher"
             raise WorldError(f"{differ}: another launcher runs inside this one; {remedy}")
         return size, family.size
     if by_launch:

@@ -1,4 +1,4 @@
-"""Choose rank 0's address and port, once and outside the ranks, which could not agree on them."""
+"""Choose rank 0's address and port, once in ``launch``: before the ranks have met, they could not agree on them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
             return own, f"address of the first host of the job, {first}, whose name does not resolve", ""
     wanted = next(iter(names))
     return wanted, names[wanted], (
-        f"the first host of the job does not resolve here ({' and '.join(names)}); --env MASTER_ADDR=ADDRESS names it"
+        f"the first host of the job does not resolve here ({' and '.join(names)}); use --env MASTER_ADDR=ADDRESS"
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def free_port() -> int:
         port = pick(os.urandom(4))
         if is_free(port):
             return port
-    raise ConfigError(f"no free port between {PORTS[0]} and {PORTS[-1]}: name one by --env MASTER_PORT=P")
+    raise ConfigError(f"no free port between {PORTS[0]} and {PORTS[-1]}: choose one with --env MASTER_PORT=P")
 
 
 def usable_port(text: str) -> int:

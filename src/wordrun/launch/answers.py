@@ -1,4 +1,4 @@
-"""What the guardians of ``launch --elastic`` were told last, and which of them have done it."""
+"""What the guardians of ``launch --elastic`` were last told to do, and which of them have done it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
-# A guardian that has not done this long [s] after it was told to, such as to kill its ranks, counts as lost.
+# A guardian that has not done what it was told to, such as kill its ranks, within this time [s] counts as lost.
 ANSWER_S = 60.0
-# At first they import what the ranks need, for at most this long [s] after one of them is ready. But one that has not
-# connected after ANSWER_S, which it does before it imports anything, has died: not every launcher says so.
+# Before they are ready, they import what the ranks need, for at most this long [s] after the first one is ready. They
+# connect before that, so one that has not connected after ANSWER_S has died: not every launcher says so.
 READY_S = 300.0
 
 
 class Answers:
-    """The answers of those nodes that were asked; at first, that all of them are ready.
+    """The answers of the nodes that were asked; the first question is whether all of them are ready.
 
     Args:
         nodes: the number of nodes.
@@ -35,11 +35,11 @@ class Answers:
         self._since, self._limit_s = min(self._since, time.monotonic()), READY_S
 
     def stop_waiting(self) -> None:
-        """Call no answer late from now on."""
+        """Consider no answer late from now on."""
         self._since = self._limit_s = float("inf")
 
     def add(self, node: int, answer: Any) -> dict[int, Any] | None:
-        """Keep the answer of a node, and return all of them if it is the last one."""
+        """Keep the answer of a node, and return all of them if it is the last one to arrive."""
         self._given[node] = answer
         if not self.asked <= {*self._given}:
             return None

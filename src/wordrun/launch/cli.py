@@ -104,7 +104,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     if options.prewarm:
         status, warmed = _prewarm(options, plan)
-        if status > 128:  # by a signal
+        if status > 128:  # killed by a signal
             return status
         if warmed != options:
             options, plan = warmed, make_plan(warmed, same=plan.decided.run)
@@ -126,10 +126,10 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         met = time.monotonic() - begun > MEETING_S
         if status not in (0, REQUEUE) and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
-            say(f"port {plan.decided.port} was taken in the meantime: launching again with another")
+            say(f"port {plan.decided.port} was taken in the meantime: relaunching with another port")
         elif outcome.uses_mpi:
             options = replace(options, elastic=False)
-            say("COMMAND calls MPI, so only a launcher can start its ranks: launching again without --elastic")
+            say("COMMAND calls MPI, so only a launcher can start its ranks: relaunching without --elastic")
         else:
             fault = classify(last, status) or kills.fault(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or kills.left == 0:
@@ -138,15 +138,15 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             kills.start_again()
             left_out |= set(map(short, fault.hosts))
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
-            say(f"{fault.meaning} ({fault.line}): launching again{without}")
+            say(f"{fault.meaning} ({fault.line}): relaunching{without}")
         try:
-            same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "launch has started it again")
+            same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "relaunched")
             plan = plan_again(options, left_out, same, plan)
             faults = json.dumps(kills.faults) if kills.faults else None
             own = {"WORDRUN_FAULTS": faults, "WORDRUN_ELASTIC": elastic}
             plan = replace(plan, env={**plan.env, **{name: text for name, text in own.items() if text}})
         except UserError as error:
-            say(f"cannot launch again: {with_page(error)}")
+            say(f"cannot relaunch: {with_page(error)}")
             return status
 
 

@@ -119,7 +119,8 @@ def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
         wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
         return _check("internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.way_out, "warning")
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
-    wrong = f"{known.way_out}, but {', '.join(missing)} empty" if missing else ""
+    are = "are" if missing[1:] else "is"
+    wrong = f"{known.way_out}, but {', '.join(missing)} {are} empty" if missing else ""
     remedy = f"unset {' '.join(missing)}, so that launch sets the site's"
     return _check("internet", wrong, remedy, known.way_out, "warning")
 
@@ -135,7 +136,7 @@ def of_network(plan: LaunchPlan, known: Site = UNKNOWN) -> list[Finding]:
     file, device, medians = _measured(plan)
     on_cpus = device.startswith("cpu")
     if not medians or (known.network is None and not on_cpus):
-        unknown = "not measured between these nodes: launch python -m wordrun.test_dist --bench"
+        unknown = "not measured between these nodes: to measure, run launch python -m wordrun.test_dist --bench"
         return [Finding("bandwidth", "ok", unknown)] if known.network else []
     expected = statistics.median(medians.values()) if on_cpus or known.network is None else known.network
     slow = [host for host in sorted(medians, key=lambda host: medians[host]) if medians[host] < SLOW_SHARE * expected]
@@ -263,7 +264,7 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
         count, sharing = rank["devices"], rank.get("local_size", 1)
         if 1 < count < sharing:
             found = f"{sharing} ranks share {count} devices on {rank['host']}"
-            return Finding("devices", "warning", found, f"--ppn {count}")
+            return Finding("devices", "warning", found, f"use --ppn {count}")
     seen = sorted({rank["devices"] for rank in ranks})
     wrong = f"torch sees {seen} devices on different ranks" if len(seen) > 1 else ""
     remedy = "a node has lost a device, or the launcher assigns them unevenly: exclude that node with --hostfile"
@@ -283,12 +284,12 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
         if name is not None and rank["local_size"] <= min(plan.job.devices):
             owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
             if owner != rank["rank"]:
-                found = f"{where} has the same device as rank {owner}: {name}"
+                found = f"{where} uses the same device as rank {owner}: {name}"
                 remedy = "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none)"
                 return [Finding("device order", "wrong", found, f"{remedy}, or one of its own")]
         bound = {core % half for core in rank["affinity"]}
         if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
-            found = f"{where} has device {device}, which is next to cores {near[device]}, but none of these cores"
+            found = f"{where} uses device {device}, next to cores {near[device]}, but is bound to none of them"
             remedy = "leave --cpu-bind out, and launch binds each rank to the cores next to its device"
             return [Finding("device order", "wrong", found, remedy)]
     ok = "each rank has its own" + (", next to its cores" if near else "")

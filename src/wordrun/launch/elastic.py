@@ -2,9 +2,9 @@
 
 A generation is all ranks, from their start until they have ended or left it. When a rank is killed, the guardians let
 living ranks leave, or kill them, and start the next generation, which resumes the run. Everything else ends the
-launch as without guardians: a rank's failure is written to the folder in which ``Supervisor`` looks for the reports
-of ``rank_env.sh``. Without a lost node, the next generation runs on a spare one, or has fewer ranks (``--elastic
-MIN``); when a node is back, the ranks save and end, and the next generation has more.
+launch as it would without guardians: a rank's failure is written to the folder in which ``Supervisor`` looks for the
+reports of ``rank_env.sh``. After the loss of a node, the next generation runs on a spare one, or has fewer ranks
+(``--elastic MIN``); when a node is back, the ranks save and end, and the next generation has more.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from wordrun.launch.wire import Door, Link
 FIRST_CAUSE_S = 0.5
 # Ranks that are asked to save, because a node is back, are killed after this long [s].
 SAVE_S = 600.0
-# Without --stay, ranks that live get this long [s] to leave a generation, or as long as their own start has taken.
+# Without --stay, surviving ranks get this long [s] to leave a generation, or as long as their own start has taken.
 STAY_S = 5.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
-"""What all guardians say before the next state."""
+"""The answer that all guardians have to give before the next state, by state."""
 
 
 @dataclass
@@ -56,26 +56,26 @@ class Guardians:
     generation: int = -1
     """The number of the last generation that was started."""
     state: str = "meeting"
-    """meeting: not all guardians are ready; starting, running, saving, ending: a generation is; leaving: the end."""
+    """meeting: guardians are not ready; starting, running, saving, ending: what a generation does; leaving: the end."""
     lost: str = ""
-    """The guardian without which the launch cannot continue, for people to read."""
+    """The lost guardian without which the launch cannot continue, as named in messages."""
     succeeded: bool = False
-    """All ranks have ended well, whatever the launcher says about guardians that were lost."""
+    """All ranks have succeeded, whatever the launcher says about guardians that were lost."""
     uses_mpi: bool = False
     """A rank has called MPI, for which only a launcher can start ranks."""
     memory: str = ""
     """The evidence that memory ran out on a node."""
     stopping: bool = False
-    """The launch ends, however the ranks end."""
+    """The launch is ending: no new generation starts, however the ranks end."""
     pids: dict[int, int] = field(default_factory=dict)
     """The process IDs of this generation, by rank."""
     nodes: Nodes = field(init=False)
     _links: dict[int, Link] = field(default_factory=dict)
     _hosts: dict[int, str] = field(default_factory=dict)
     _before: tuple[int, ...] = ()
-    """The ranks on each node in the generation before."""
+    """The ranks on each node in the previous generation."""
     _saved: bool = False
-    """The ranks have saved, and ended before the end of the run."""
+    """The ranks have saved, and exited before the run was complete."""
     _save_by: float = float("inf")
     """When ranks that are asked to save are killed, on the monotonic clock."""
     _living: set[int] = field(default_factory=set)
@@ -97,10 +97,10 @@ class Guardians:
         return bool(self._links) and self.state != "meeting"
 
     def look(self) -> None:
-        """Act on what has waited long enough."""
+        """Act on deadlines that have passed."""
         now = time.monotonic()
         if now > self._decide_at and not self.stopping and self.nodes.port_taken(self.output.tail.lines()):
-            self.say(f"port {self.nodes.port} was taken in the meantime: restarting the ranks with another")
+            self.say(f"port {self.nodes.port} was taken in the meantime: restarting the ranks with another port")
             self._end()
         elif now > self._decide_at:
             self._give_up()
@@ -237,7 +237,7 @@ class Guardians:
         best = self.nodes.best()
         if self.state != "running" or self.stopping or best is None or sum(best) <= sum(self.nodes.layout):
             return
-        self.say(f"there is room for {sum(best)} ranks again, instead of {sum(self.nodes.layout)}: restarting them")
+        self.say(f"there is now room for {sum(best)} ranks instead of {sum(self.nodes.layout)}: restarting them")
         self.state, self._saved, self._save_by = "saving", False, time.monotonic() + SAVE_S
         if self.plan.options.trains:
             self.signal(signal.SIGTERM)
@@ -246,7 +246,7 @@ class Guardians:
 
     def _exited(self, node: int, report: dict[str, Any]) -> None:
         if self.state not in ("starting", "running", "saving"):
-            return  # it was killed by its guardian
+            return  # its guardian has killed it
         rank, status = report["rank"], report["status"]
         self._living.discard(rank)
         if report.get("mpi"):
@@ -310,7 +310,7 @@ class Guardians:
         link.close()
 
     def _lose(self, node: int, how: str) -> None:
-        """Continue without a guardian; if that is impossible, give up the others, so that all are launched again."""
+        """Continue without a guardian; if that is impossible, give up the others, so that all nodes are relaunched."""
         name, had_ranks = self._named(node), self.nodes.layout[node] > 0
         if node in self._links:
             self._drop(node)

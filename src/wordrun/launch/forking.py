@@ -23,8 +23,8 @@ def setup(plan: LaunchPlan, pipes: str) -> dict[str, Any]:
 def python_command(plan: LaunchPlan) -> tuple[list[str], bool]:
     """Return what a forked rank runs, and True; for a command that no fork can run, the command, and False.
 
-    That is a Python script, or a module, of the interpreter that runs ``launch``. Under --hang, an interpreter has to
-    start, since that is what watches the collectives.
+    That is a Python script, or a module, of the interpreter that runs ``launch``. Under --hang, a new
+    interpreter has to start, because its sitecustomize watches the collectives.
     """
     command = list(plan.options.command)
     program, _ = find_command(command[0], plan.environment(os.environ).get("PATH", os.defpath))

@@ -55,7 +55,7 @@ def freeze(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -> Froze
         env: the environment, whose PYTHONPATH may name folders of the project.
 
     Returns:
-        The copy; None if ``cwd`` is no git repository and has too many files to be a project.
+        The copy; None if ``cwd`` is not a git repository and has too many files to be a project.
 
     Raises:
         ConfigError: a file is too large, or cannot be copied.

@@ -1,6 +1,6 @@
 """A guardian: the process that ``launch --elastic`` starts on each node, and that starts the node's ranks.
 
-It imports what the ranks will import, and forks each rank, so that starting ranks again costs no imports. ``launch``
+It imports what the ranks will import, and forks each rank, so that restarting ranks costs no imports. ``launch``
 decides; the guardian starts and kills ranks when it is told to, and reports how they end. When the connection to
 ``launch`` closes, it kills its ranks and exits.
 """
@@ -34,7 +34,7 @@ STOPPED_S = 10.0
 # Processes that ranks left behind get this long [s] to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 CLOSED: dict[str, Any] = {"do": "leave"}
-"""What a guardian does when the connection to ``launch`` closes."""
+"""The message that a guardian acts on when the connection to ``launch`` closes."""
 
 
 class Guardian:
@@ -179,7 +179,7 @@ class Guardian:
         os._exit(1)
 
     def _reap(self) -> None:
-        """Report the ranks that have ended, those that a signal has ended first."""
+        """Report the ranks that have ended, those killed by a signal first."""
         ended = [(pid, os.waitstatus_to_exitcode(status)) for pid, status in processes.reap().items()]
         for pid, code in sorted(ended, key=lambda pair: pair[1]):
             if pid not in self.ranks:
@@ -204,7 +204,7 @@ class Guardian:
     def _end(self, patience_s: float = 0.0, stay_s: float = 0.0) -> None:
         """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started.
 
-        But those that offer to stay live on if they leave their generation within ``stay_s``.
+        Ranks that have offered to stay are spared if they leave their generation within ``stay_s``.
         """
         able = (self.survivors.offers() & {*self.ranks}) - self._staying if stay_s else set()
         stay = {*self._staying} if stay_s else set()  # a second fault before the next generation began
@@ -255,7 +255,7 @@ def main() -> int:
     """Connect to ``launch``, and serve it; in each forked process, run the command as a rank."""
     address, port, secret, node = (*os.environ.pop(VARIABLE, "").split(), "", "", "", "")[:4]
     if not secret:
-        print("launch: a guardian is started by launch --elastic", file=sys.stderr)
+        print("launch: guardians are started by launch --elastic, not directly", file=sys.stderr)
         return 2
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the working directory, which is not in a script's path

@@ -1,4 +1,4 @@
-"""Ranks that were killed by a signal: whether to start them again."""
+"""Ranks that were killed by a signal: whether to restart them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from wordrun.launch.output_tail import Fault
 
 KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
-"""Signals that end a rank without its program's doing, or at least may not do so again."""
+"""Signals that may kill a rank through no fault of its program, so that a relaunch may succeed."""
 TAIL_BYTES = 65536
 
 
@@ -55,9 +55,9 @@ class Kills:
     """The ranks that were killed so far, each with the step that the run had reached."""
 
     left: int = 0
-    """How many times ranks may still be started again."""
+    """How many times ranks may still be restarted."""
     faults: list[dict[str, Any]] = field(default_factory=list)
-    """For run.json, the faults after which they were."""
+    """For run.json, the faults after which they were restarted."""
     seen: set[tuple[int | str | None, int | None]] = field(default_factory=set)
     refusal: str = ""
     """Why another launch would not help."""
@@ -79,9 +79,9 @@ class Kills:
         at, what = "" if step is None else f" at step {step}", "lost" if outcome.lost else "killed"
         victim = outcome.lost or outcome.failed
         if outcome.memory:
-            self.refusal = "launching again would need as much memory"
+            self.refusal = "relaunching would need as much memory"
         elif (victim, step) in self.seen:
-            self.refusal = f"{who} was {what} twice{at}, so launching again would not help"
+            self.refusal = f"{who} was {what} twice{at}, so relaunching would not help"
         else:
             self.seen.add((victim, step))
             cause = "lost guardian" if outcome.lost else outcome.signal.name if outcome.signal else ""
@@ -92,11 +92,11 @@ class Kills:
         return None
 
     def start_again(self) -> None:
-        """Count ranks that are started again."""
+        """Count a restart of the ranks."""
         self.left -= 1
 
     def came_back(self, stayed: int, started: int) -> None:
-        """Note how the ranks came back after the last faults: in the same processes, or started again."""
+        """Note how the ranks came back after the last faults: in the same processes, or restarted."""
         for fault in self.faults:
             if "stayed" not in fault:
                 fault |= {"stayed": stayed, "started": started}

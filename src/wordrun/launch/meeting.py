@@ -1,4 +1,4 @@
-"""Watch whether the ranks ever connect to each other: N separate runs look like one that succeeded (Linux).
+"""Watch whether the ranks ever connect to each other: otherwise N separate runs would look like one success (Linux).
 
 On one machine, the sockets where they meet are closed to other hosts: torch's store has no password, and neither it nor
 mpiexec has an option for the interface.
@@ -21,10 +21,10 @@ from wordrun.launch.plan import LaunchPlan
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
 FIRST_S, LATER_S, DENSE_S = 0.05, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
-# For so many samples after the ranks' sockets have changed, each of them reads the kernel's table of connections, which
-# takes a millisecond; then every tenth does, because a socket may connect late.
+# For this many samples after the ranks' sockets have changed, each reads the kernel's table of connections, which takes
+# a millisecond; then every tenth does, because a socket may connect late.
 CHANGING = 20
-# /proc may not answer about a process that is stuck in the kernel.
+# Reading /proc may block for a process that is stuck in the kernel.
 PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
 TIME_WAIT, LISTENING = "06", "0A"
@@ -156,7 +156,7 @@ class Meeting:
         return len(self.plan.hosts) > 1 and not there.startswith(LOOPBACK) and _port(there) not in WEB
 
     def _was_connected(self) -> bool:
-        """Return whether ranks have met between two samples, or after the last: the kernel keeps ends for a minute."""
+        """Return whether ranks met between two samples or after the last: closed ones are listed for a minute."""
         return any(
             state == TIME_WAIT and self._port in (_port(here), _port(there))
             and not {(here, there), (there, here)} & self._of_launcher

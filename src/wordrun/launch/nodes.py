@@ -1,4 +1,4 @@
-"""The nodes of ``launch --elastic``: how many ranks each gets, and how one that was lost comes back."""
+"""The nodes of ``launch --elastic``: how many ranks each gets, and how a lost one comes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wordrun.launch.job import short
 from wordrun.launch.output_tail import port_taken
 from wordrun.launch.plan import LaunchPlan, guardian_again
 
-# A guardian is started again on a lost node after the first of these times [s], then after twice as long, and so on.
+# A guardian is restarted on a lost node after the first of these times [s], then after twice as long, and so on.
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 300.0
 
 
@@ -30,14 +30,14 @@ class Nodes:
     ports: dict[int, int] = field(default_factory=dict)
     """A free port on each of them."""
     port: int = 0
-    """At which the ranks meet."""
+    """The port at which the ranks meet."""
     launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """The launchers that were started for lost nodes, and have not ended."""
     _can_move: bool = True
     """Whether the ranks may meet at another port if theirs is taken, which they do once."""
     _start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]] | None = None
     _tries: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """When to start a guardian again on each lost node, and how long to wait after that."""
+    """When to restart a guardian on each lost node, and how long to wait after that."""
 
     def __post_init__(self) -> None:
         ranks = self.plan.ranks
@@ -48,7 +48,7 @@ class Nodes:
         self._room = (*ranks.layout, *[ranks.ppn] * spare)
 
     def best(self) -> tuple[int, ...] | None:
-        """Return the layout of as many ranks as the program can use on the nodes that are ready; None: too few are."""
+        """Return the layout with the most ranks that the program can use on the ready nodes; None: they are too few."""
         room = [most if node in self.ready else 0 for node, most in enumerate(self._room)]
         return next(filter(None, (divide(size, room) for size in self._sizes())), None)
 
@@ -73,7 +73,7 @@ class Nodes:
         return True
 
     def begin(self, start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]]) -> None:
-        """Bring back lost nodes from now on: ``start`` starts another launcher, whose guardian gets the text."""
+        """Restart guardians on lost nodes from now on: ``start`` starts a launcher, whose guardian gets the text."""
         self._start = start
 
     def _sizes(self) -> Iterator[int]:
@@ -90,7 +90,7 @@ class Nodes:
         smaller = range(plan.ranks.np - 1, plan.options.least - 1, -1)
         if accepted is not None:
             yield from (size for size in smaller if size in accepted)
-        elif not plan.options.trains:  # before wordrun has said what it accepts, everything is launched again
+        elif not plan.options.trains:  # until wordrun has said what it accepts, everything is relaunched
             yield from smaller
 
     def variables(self) -> dict[str, str]:
@@ -114,7 +114,7 @@ class Nodes:
         return f"{count} rank{'s' * (count > 1)} ({', '.join(used[:4])}{', ...' * (len(used) > 4)})"
 
     def lose(self, node: int) -> None:
-        """Remember to start a guardian again on a node."""
+        """Schedule the restart of a guardian on a node."""
         self.ready.discard(node)
         self._tries[node] = time.monotonic() + FIRST_TRY_S, 2 * FIRST_TRY_S
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from wordrun.launch.output_tail import Tail
 
-# The beginning of a line, such as a prompt, is forwarded on its own once nothing else was for this long, so that other
-# ranks' lines do not end up in it, and after the longer time in any case.
+# An incomplete line, such as a prompt, is forwarded once nothing else has been forwarded for this long [s], so that
+# other ranks' lines do not end up in it, and after the longer time in any case.
 PARTIAL_S, MIXED_S = 0.1, 1.0
 # More ranks than this share the launcher's pipes: a process may have 1024 files open.
 MOST_RANKS = 200
@@ -60,7 +60,7 @@ class Output:
     """All pipes of a launch."""
 
     noise: str = ""
-    """Regular expression for what the launcher or MPI prints beside a failure, without adding to it."""
+    """Regular expression for what the launcher or MPI prints with a failure but that does not explain it."""
     own_lines: str = ""
     """Regular expression for the beginning of the launcher's lines."""
     pipes: str = ""
@@ -72,19 +72,19 @@ class Output:
     folded: list[str] = field(default_factory=list)
     """Lines that were not shown."""
     quiet: bool = False
-    """Launch has said what happened: nothing that the launcher says on its own is shown from now on."""
+    """``launch`` has said what happened: the launcher's own lines are no longer shown."""
     report: bytes = b""
     """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
     killed: str = ""
-    """Regular expression for the launcher's line on a process that SIGKILL has ended."""
+    """Regular expression for the launcher's line about a process killed by SIGKILL."""
     names_kill: bool = False
     """The launcher has written such a line."""
     lost: str = ""
     """Why output could not be written, other than because its reader has gone."""
     stuck: dict[int, bytearray] = field(default_factory=dict)
-    """What waits until the reader of our stdout (1) or stderr (2) goes on, such as a paused pager."""
+    """What waits until the reader of our stdout (1) or stderr (2), such as a paused pager, resumes reading."""
     wrote: dict[int, float] = field(default_factory=lambda: {1: 0.0, 2: 0.0})
     """When something was last forwarded to stdout (1) and stderr (2)."""
 
@@ -92,7 +92,7 @@ class Output:
         self.selector = selectors.DefaultSelector()
         noise = [self.noise] * bool(self.noise)
         own = [f"^({self.own_lines}).*\n"] * bool(self.own_lines)
-        # In this order: not quiet, quiet.
+        # The index is ``quiet``.
         self._patterns = [
             re.compile("|".join(some or ["(?!)"]).encode(), re.MULTILINE) for some in (noise, noise + own)
         ]
@@ -116,7 +116,7 @@ class Output:
             self.tails.clear()
 
     def hush(self, *, interrupted: bool = False) -> None:
-        """From now on, show nothing that the launcher says by itself, nor (``interrupted``) any KeyboardInterrupt."""
+        """From now on, hide the launcher's own lines and (``interrupted``) any KeyboardInterrupt."""
         self.quiet = True
         self.interrupted |= interrupted
 
@@ -150,7 +150,7 @@ class Output:
             self._close(source)
 
     def forward_partial(self, *, at_once: bool = False) -> bool:
-        """Forward beginnings of lines that have waited long enough; return whether others still wait."""
+        """Forward incomplete lines that have waited long enough; return whether others still wait."""
         waiting = False
         # Perhaps the end of such a line has arrived, if this process had to wait for a core.
         unread = set() if at_once else {key.fd for key, _ in self.selector.select(0)}

@@ -116,7 +116,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--ppn",), "ppn", "ranks per node", "N", _count),
     ),
     "How ranks are started": (
-        Option(("--oversubscribe",), "oversubscribe", "start the ranks even if cores or memory are too few for them"),
+        Option(("--oversubscribe",), "oversubscribe", "start the ranks even if cores or memory are insufficient"),
         Option(("--launcher",), "launcher", ", ".join(LAUNCHERS), "NAME", _one_of(LAUNCHERS)),
         Option(("--env",), "env", "set a variable for every rank (repeatable)", "K=V", _setting, repeat=True),
         Option(("--cpu-bind",), "cpu_bind", "CPU binding, in the launcher's own syntax", "S"),
@@ -125,7 +125,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--hang",),
             "hang",
-            "stop the job when ranks have waited S seconds for other ranks, and name those",
+            "stop the job when ranks have waited S seconds for other ranks, and report which",
             "S",
             _seconds,
         ),
@@ -176,7 +176,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--dry-run",), "dry_run", "print what would run, and why, without running it"),
         Option(("--info",), "info", "print the detected job, hosts, devices, launcher and python"),
         Option(("--doctor",), "doctor", "run a probe on all ranks and report problems with their remedies"),
-        Option(("--stacks",), "stacks", "print where the ranks of a running job are (also: SIGQUIT to launch)", "RUN"),
+        Option(
+            ("--stacks",), "stacks", "print which line a running job's ranks are at (also: SIGQUIT to launch)", "RUN"
+        ),
         Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
         Option(("-h", "--help"), "help", "show this text"),
         Option(("--version",), "version", "show the version"),
@@ -264,7 +266,7 @@ def parse(words: Sequence[str]) -> Options:
     if options.elastic and "retries" not in values:
         options = replace(options, retries=ELASTIC_RETRIES)
     if options.json and not (options.dry_run or options.info or options.doctor or options.submit):
-        raise ConfigError("--json goes with --dry-run, --info, --doctor or --submit")
+        raise ConfigError("--json requires --dry-run, --info, --doctor or --submit")
     if not options.submit:
         given = [name for name, option in OPTIONS.items() if option in SUBMISSION and option.field in values]
         if given:

@@ -140,7 +140,7 @@ def environment(
         settings["PYTHONPATH"] = path, "--hang: its sitecustomize watches the collectives"
         settings["WORDRUN_HANG_S"] = f"{request.options.hang:g}", ""
         if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & {*env, *settings}:
-            settings["TORCH_FR_BUFFER_SIZE"] = "2000", "--hang: torch remembers the last collectives"
+            settings["TORCH_FR_BUFFER_SIZE"] = "2000", "--hang: torch records the last collectives"
     reasons |= {name: why for name, (_, why) in settings.items() if why}
     return {name: value for name, (value, _) in settings.items()}, reasons
 
@@ -170,7 +170,7 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
     decided, watched = request.decided, request.options.idle_timeout
     yield "WORDRUN_LAUNCHER", (launcher.name, "")
     if request.options.trains and launcher.in_between:
-        yield "WORDRUN_IGNORE_USR1", ("1", "harmless until wordrun handles it, and after the last step")
+        yield "WORDRUN_IGNORE_USR1", ("1", "SIGUSR1 is ignored until wordrun handles it, and after the last step")
     if launcher.in_between and "PYTHONUNBUFFERED" not in env:
         yield "PYTHONUNBUFFERED", ("1", "ranks write to a pipe; the lines before a crash should not be lost")
     if watched and "PYTHONFAULTHANDLER" not in env:
@@ -200,7 +200,7 @@ def _of_site(request: Request, env: Mapping[str, str]) -> dict[str, Setting]:
     """Return the site's variables, except any that the user, rather than the scheduler, exported."""
     site, scheduler = request.site, SCHEDULERS[request.job.scheduler]
     words = {"devices": str(request.devices), "devices_reversed": ",".join(map(str, reversed(range(request.devices))))}
-    proxies = {name: (value, "compute nodes reach the internet by it") for name, value in site.proxies.items()}
+    proxies = {name: (value, "compute nodes reach the internet through it") for name, value in site.proxies.items()}
     asked = {**site.env, **proxies}
     if not site.internet:
         asked["WANDB_MODE"] = ("offline", "compute nodes have no internet")

@@ -62,7 +62,7 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
 
 
 def plan_again(options: Options, left_out: frozenset[str], same: Identity, last: LaunchPlan) -> LaunchPlan:
-    """Return the plan for launching again without some hosts; under --elastic MIN, if necessary with fewer ranks.
+    """Return the plan for relaunching without some hosts; under --elastic MIN, if necessary with fewer ranks.
 
     Raises:
         ConfigError: too few hosts are left.
@@ -88,7 +88,7 @@ def _check_elastic(options: Options, ranks: Ranks) -> None:
         ConfigError: names the option and the remedy.
     """
     if options.cpu_bind:
-        raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians place the ranks; leave it out")
+        raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians bind the ranks; leave it out")
     if options.launcher == "torchrun":
         raise ConfigError("--launcher torchrun: with --elastic, no torchrun is needed; leave it out")
     if options.least is not None and options.least >= ranks.np:
@@ -96,7 +96,7 @@ def _check_elastic(options: Options, ranks: Ranks) -> None:
         fits = f"a number of at most {ranks.np - 1}, or none" if ranks.np > 1 else "--elastic without a number"
         raise ConfigError(f"{begins}, so use {fits}")
     if options.sweeps:
-        raise ConfigError("--elastic: a sweep launches its points itself; use it with a command that is one run")
+        raise ConfigError("--elastic: a sweep launches its points itself; use it with the command of a single run")
 
 
 def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tuple[Job, Site, Ranks]:
@@ -119,7 +119,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     shared = [each for each in zip(job.hosts, ranks.layout, job.devices, strict=False) if each[1] > each[2] > 0]
     if shared:
         name, n, have = shared[0]
-        note = f"{n} ranks share {have} device{'s' * (have > 1)} on {name} ({ranks.why}); NCCL allows one rank each"
+        note = f"{n} ranks share {have} device{'s' * (have > 1)} on {name} ({ranks.why}); NCCL allows one per device"
         job = replace(job, notes=(*job.notes, note))
     # Only Python programs are assumed to need torch's memory.
     runs_python = re.search(r"python|\.py\b|wordrun", " ".join(options.command))
@@ -192,13 +192,13 @@ def check_command(word: str, path: str) -> None:
         return
     if not plain:
         directory = " (it is a directory)" if os.path.isdir(word) else ""
-        where = "no such file" if "/" in word else "in no directory of PATH"
+        where = "no such file" if "/" in word else "not in PATH"
         raise CommandError(f"{word}: command not found{directory or f': {where}'}", 127)
     if plain.endswith(".py"):
         raise CommandError(f"{word} is not an executable file; did you mean: launch python {word}", 126)
     if "/" in word:
         raise CommandError(f"{word} is not executable: chmod +x {word}", 126)
-    raise CommandError(f"{word}: command not found: in no directory of PATH (there is a file {plain}; chmod +x?)", 127)
+    raise CommandError(f"{word}: command not found: no executable in PATH (there is a file {plain}; chmod +x?)", 127)
 
 
 def choose_run(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:

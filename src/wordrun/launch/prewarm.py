@@ -70,10 +70,10 @@ def _copy(path: str, to: str) -> int:
 
 
 def use_cache(folder: str) -> None:
-    """Make ``folder`` for compiled modules, unless it exists; nobody else may write to it.
+    """Create ``folder`` for compiled modules, unless it exists; nobody else may write to it.
 
     Raises:
-        OSError: it cannot be made, or somebody else could have put code into it.
+        OSError: it cannot be created, or somebody else could have put code into it.
     """
     os.makedirs(folder, mode=0o700, exist_ok=True)
     status = os.lstat(folder)

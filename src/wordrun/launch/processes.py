@@ -96,7 +96,7 @@ def of_launch(pid: int, launch_id: str, *, is_step: bool) -> set[int]:
 def _below(pid: int) -> Iterator[int]:
     """Yield the processes below ``pid``, without reading the table of all processes of the host where that is possible.
 
-    The kernel may leave out a process while another one ends, so this is for those who look again.
+    The kernel may leave out a process while another one ends, so this is for callers that look repeatedly.
     """
     if not os.path.exists("/proc/thread-self/children"):
         yield from (process.pid for process in descendants(pid))

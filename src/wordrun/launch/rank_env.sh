@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs a command as one rank, with torchrun's variables set from the launcher's.
 # usage: rank_env.sh COMMAND...   (launch exports WORDRUN_LAUNCHER, WORDRUN_WORLD_SIZE and WORDRUN_STATUS_DIR, and
-# WORDRUN_IGNORE_USR1 for a COMMAND that handles SIGUSR1: it would otherwise die of one before it does)
+# WORDRUN_IGNORE_USR1 for a COMMAND that handles SIGUSR1, which would otherwise kill it until its handler is set)
 #
 # Reads only one family of variables, never writes PMI_* (MPI would fail), and needs only sh. The same families
 # are in dist/world.py, in the same order; a test compares them.

@@ -28,10 +28,10 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
     if ppn is not None and np is not None:
         needed = -(-np // ppn)
         if np % ppn or needed > have or (nodes is not None and nodes * ppn != np):
-            whole = f"{needed} nodes of {ppn}" if np % ppn == 0 else f"no integral number of nodes of {ppn}"
+            asks = f"need {needed} nodes of {ppn}" if np % ppn == 0 else f"cannot be divided into nodes of {ppn}"
             fits = (nodes or have) * ppn
             remedy = f"-n {fits} --ppn {ppn} would fit, or -n {np} without --ppn"
-            raise ConfigError(f"{asked}: {np} ranks fill {whole}, and {job.title} has {nodes or have}; {remedy}")
+            raise ConfigError(f"{asked}: {np} ranks {asks}, and {job.title} has {nodes or have}; {remedy}")
         return _checked((ppn,) * needed, asked, job)
     if ppn is not None:
         nodes = nodes or have
@@ -83,7 +83,7 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
     shared = not job.is_local and any(job.devices)
     room = slots if shared else _room(job)[: nodes or None]
     if np < (nodes or 1):
-        raise ConfigError(f"{asked}: {np} ranks cannot be on {nodes} nodes; -N {np}, or -n {nodes}, would fit")
+        raise ConfigError(f"{asked}: {np} ranks cannot be spread over {nodes} nodes; -N {np}, or -n {nodes}, would fit")
     if np <= sum(slots) and not (nodes and np % nodes == 0 and all(np // nodes <= most for most in room)):
         layout: list[int] = []
         for at, most in enumerate(slots):

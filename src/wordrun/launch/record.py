@@ -126,7 +126,7 @@ def _run_dir(record: str) -> Path | None:
 
 
 def _close_run(run_dir: Path | None, end: str) -> None:
-    """Write into the record of a run which says that it runs, while no process uses its directory, that it died.
+    """Record that a run died if its record says that it is running, but no process uses its directory.
 
     A rank 0 that is killed, or aborted by C++ code, cannot write that itself.
 

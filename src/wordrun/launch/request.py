@@ -35,19 +35,19 @@ class Options:
     info: bool = False
     doctor: bool = False
     stacks: str | None = None
-    """The run whose ranks to ask where they are."""
+    """The run whose ranks are asked for their stacks."""
     idle_timeout: float | None = None
     """Seconds without output after which the job is stopped."""
     hang: float | None = None
-    """Seconds that ranks wait for another one before they say where each is, and the job is stopped."""
+    """Seconds that ranks wait for other ranks before they report where each is, and the job is stopped."""
     retries: int = 0
     elastic: bool | int = False
-    """Let a guardian on each node start the ranks, and start them again when one is killed; a number: with at least so
+    """Let a guardian on each node start the ranks, and restart them when one is killed; a number: with at least that
     many, if nodes are lost."""
     no_preimport: bool = False
     """Let guardians import nothing for the ranks."""
     stay: float | None = None
-    """Seconds in which ranks that live may leave a generation and stay; 0: all are started again; None: ``STAY_S``."""
+    """Seconds in which surviving ranks may leave a generation and stay; 0: all are restarted; None: ``STAY_S``."""
     spare_nodes: int = 0
     prewarm: bool = False
     """Read the environment's files on each node before the ranks start."""
@@ -70,7 +70,7 @@ class Options:
     help: bool = False
     version: bool = False
     typed: tuple[str, ...] = field(default=(), compare=False)
-    """The words before the command."""
+    """The command line's arguments before the command."""
     command: tuple[str, ...] = ()
 
     @property

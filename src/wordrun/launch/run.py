@@ -93,7 +93,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
 
 
 def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool) -> Outcome:
-    """Return how the launch ended with ``status``; say if it was for lack of memory."""
+    """Return how the launch ended with ``status``; say so if memory ran out."""
     rank, memory, guardians = None, "", job.guardians
     if status not in (0, REQUEUE) and not job.stopped_by:
         if not job.failed and job.output.names_kill:
@@ -115,7 +115,7 @@ def _output(plan: LaunchPlan, status_dir: str) -> Output:
     here = plan.job.is_local or [short(host) for host in plan.hosts] == [short(socket.gethostname())]
     # A file may name other hosts, and with options of its own the launcher may label or redirect the ranks' output.
     own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
-    # Under guardians the other ranks live on when rank 0 was killed, which launch says itself.
+    # Under guardians the other ranks outlive a killed rank 0, which launch reports itself.
     noise = "|".join(filter(None, (launcher.noise, LOST_STORE if options.elastic else "")))
     output = Output(noise, launcher.own_lines, status_dir if own else "", killed=launcher.killed)
     if output.pipes:
@@ -176,7 +176,7 @@ def _read(child: subprocess.Popen[bytes], output: Output) -> None:
 def _start_guardian(
     env: Mapping[str, str], ignored: Sequence[int], output: Output, plan: LaunchPlan, contact: str
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher for the guardian of one node, which needs ``contact``."""
+    """Start a launcher for the guardian of one node, and pass it ``contact``."""
     _write_files(plan)
     child = _start(plan, {**env, VARIABLE: contact}, ignored, stdout=True, stderr=True)
     _read(child, output)
@@ -187,7 +187,7 @@ def _start_guardian(
 def _signals() -> Iterator[tuple[int, list[int]]]:
     """Yield a file descriptor from which to read the numbers of arriving signals, in order.
 
-    Also yield the signals that are handled here though they were ignored on entry, as the command is to ignore them.
+    Also yield the signals that are handled here although they were ignored on entry: the command should ignore them.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

@@ -65,7 +65,7 @@ class Site:
 
     @property
     def way_out(self) -> str:
-        """How compute nodes reach the internet according to the site's file; empty: nothing is known but by trying."""
+        """How compute nodes reach the internet according to the site's file; empty: it does not say."""
         if not self.internet:
             return f"not reachable from compute nodes of {self.name}"
         proxies = [name for name in self.proxies if name != "no_proxy"]

@@ -89,7 +89,7 @@ def load(path: str, *, trusted: bool = False) -> Site:
         # Not UTF-8, characters that YAML forbids, or an invalid date.
         raise ConfigError(f"site file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"site file {path} should hold keys and values")
+        raise ConfigError(f"site file {path} should contain keys and values")
     problems = [] if trusted else mistakes(content)
     if problems:
         raise ConfigError("\n".join(f"site file {path}: {problem}" for problem in problems))
@@ -151,7 +151,7 @@ def _unfilled(text: str, known: Sequence[str], *, slips_only: bool = False) -> s
     for found in re.findall(r"(?<!\$){\w+}" if slips_only else r"{[^{}]*}?|}", text):
         hint = "" if found in names else nearest(found, names)
         if hint or (found not in names and not slips_only):
-            return f"has {found}, which is not a placeholder{hint or f'; known is {names[0]}'}"
+            return f"has {found}, which is not a placeholder{hint or f'; use {names[0]}'}"
     return ""
 
 
@@ -161,7 +161,7 @@ def _with_devices(kind: Kind) -> Kind:
 
 def _address(value: Any) -> str:
     complaint = TEXT(value) or _unfilled(value, ["host"])
-    return complaint or ("" if "{host}" in value else "should hold {host}, a node's short name")
+    return complaint or ("" if "{host}" in value else "should contain {host}, a node's short name")
 
 
 def _reasoned(value: Any) -> str:
@@ -174,7 +174,7 @@ def _reasoned(value: Any) -> str:
 QUOTED = "text (in quotes, where it looks like a number)"
 TEXT = _text(QUOTED)
 FLAG = _should("true or false", lambda value: isinstance(value, bool))
-FROM_1 = _should("a whole number from 1 up", lambda value: _whole(value, 1))
+FROM_1 = _should("a whole number, at least 1", lambda value: _whole(value, 1))
 # What each key may hold; a list means a list of that kind.
 SHAPES: dict[str, Any] = {
     "description": TEXT,
@@ -182,7 +182,7 @@ SHAPES: dict[str, Any] = {
     "scheduler": _one_of(*(name for name, each in SCHEDULERS.items() if each.variable)),
     "launcher": _one_of(*(name for name, each in LAUNCHERS.items() if each.in_sites)),
     "launcher_paths": [TEXT],
-    "devices": _should("a whole number from 0 up", lambda value: _whole(value, 0)),
+    "devices": _should("a whole number, at least 0", lambda value: _whole(value, 0)),
     "device": TEXT,
     "count_devices": FLAG,
     "network": _should("a number of GB/s above 0", _is_hours),
@@ -231,12 +231,12 @@ def _mismatches(key: str, value: Any, shape: Any) -> list[str]:
             return [f"{key}: {value!r} should be a list, such as [{value}]"]
         return [problem for item in value for problem in _mismatches(key, item, shape[0])]
     if not isinstance(value, dict):
-        return [f"{key}: {value!r} should be names and values ({{}} for none)"]
+        return [f"{key}: {value!r} should be keys and values ({{}} for none)"]
     free = next((word for word in (ANY, VARIABLE) if word in shape), None)
     problems, at = [], f"{key}." if key else ""
     for name, inner in value.items():
         if free is None and name not in shape:
-            known = f"; known are {', '.join(shape)}" if key else ""
+            known = f"; the keys are {', '.join(shape)}" if key else ""
             problems.append(f"{key and key + ': '}unknown key '{name}'{nearest(str(name), shape)}{known}")
         elif free is not None and not isinstance(name, str):
             problems.append(f"{key}: the name {name!r} should be {QUOTED}")
@@ -254,7 +254,7 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
         for key in each.site_keys:
             if values.get(key) and launcher != name:
                 says = f"launcher: {launcher}" if launcher else "no launcher"
-                problems.append(f"{key} goes with launcher: {name}, and the file says {says}")
+                problems.append(f"{key} requires launcher: {name}, and the file says {says}")
     needed = LAUNCHERS[launcher].scheduler if launcher else ""
     if needed not in ("", scheduler):
         problems.append(f"launcher: {launcher} needs scheduler: {needed}, and the file says scheduler: {scheduler}")
@@ -264,5 +264,5 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     if not SCHEDULERS[scheduler].fills_directives:
         for text in values.get("submit", {}).get("directives", ()):
             if "{" in text:
-                problems.append(f"submit.directives: {text!r}: {scheduler} replaces nothing; write the value itself")
+                problems.append(f"submit.directives: {text!r}: {scheduler} has no placeholders; write the value itself")
     return problems

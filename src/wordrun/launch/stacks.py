@@ -1,4 +1,4 @@
-"""``launch --stacks RUN``: ask the ranks of a living job where they are, from any host that has its files."""
+"""``launch --stacks RUN``: ask the ranks of a running job where they are, from any host that sees its files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def main(run: str, records: str) -> int:
         if time.monotonic() > deadline:
             stack_requests.withdraw(folder, name)
             raise UserError(
-                f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or its program uses "
-                "neither wordrun nor launch --hang"
+                f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or it runs a "
+                "program without wordrun that was not started by launch --hang"
             )
         time.sleep(0.1)
     found = max(folder.glob("*-*.txt"), key=lambda path: path.stat().st_mtime)

@@ -172,7 +172,7 @@ def write(path: str, text: str) -> None:
         in_the_way = [name for name in parents if os.path.lexists(name) and not os.path.isdir(name)]
         why = f"{in_the_way[0]} is not a folder; move it away" if in_the_way else error.strerror
         raise ConfigError(
-            f"cannot write the job script {path}: {why}, or call launch from another folder (this is {os.getcwd()})"
+            f"cannot write the job script {path}: {why}; or call launch from a folder other than {os.getcwd()}"
         ) from None
 
 
@@ -257,7 +257,7 @@ class Submission:
     scheduler: Scheduler
     run_id: str
     path: str
-    """The script's."""
+    """Of the script."""
     text: str
     jobs: list[str]
     frozen: Frozen | None
@@ -330,11 +330,11 @@ def checkout() -> str:
 
 
 def freeze_for(name: str) -> Frozen | None:
-    """Return a copy of the code in the folder ``name``; None if the working directory is no project."""
+    """Return a copy of the code in the folder ``name``; None if the working directory is not a project."""
     frozen = freeze(os.path.abspath(name), os.getcwd(), checkout(), os.environ)
     if frozen is None:
-        why = "is no git repository and has too many files to copy"
-        say(f"{os.getcwd()} {why}: the job will run the code as it is then")
+        why = "is not a git repository and has too many files to copy"
+        say(f"{os.getcwd()} {why}: the job will run the code as it is when the job starts")
     return frozen
 
 

@@ -234,7 +234,7 @@ class Supervisor:
         """
         if time.time() > self.warn_at:
             self.warn_at = float("inf")
-            say("the walltime ends soon (--walltime-margin): SIGUSR1 to the ranks")
+            say("the walltime ends soon (--walltime-margin): sending SIGUSR1 to the ranks")
             self.deliver(signal.SIGUSR1)
         now, limit = time.monotonic(), self.plan.options.idle_timeout
         if self.plan.options.hang is not None and not self.stopped_by and not self.idle and self.has_reported_hang():
@@ -264,7 +264,7 @@ class Supervisor:
         record = self.plan.env["WORDRUN_LAUNCH_RECORD"]
         try:
             stack_requests.request(stack_requests.folder_of(record), "question")
-            say("asked the ranks where they are (programs that do not use wordrun answer if started by launch --hang)")
+            say("asked the ranks where they are (programs that do not use wordrun answer only under launch --hang)")
         except OSError as error:
             say(f"cannot ask the ranks where they are: {error.filename}: {error.strerror}")
 

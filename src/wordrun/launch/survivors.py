@@ -1,4 +1,4 @@
-"""The ranks of a node that stay: they leave a generation without ending, and take part in the next one.
+"""The ranks of a node that stay: their processes survive the end of a generation, and take part in the next one.
 
 The other side is ``wordrun.dist.staying``, in the rank.
 """
@@ -23,7 +23,7 @@ class Survivors:
     def __init__(self) -> None:
         self._links: dict[int, Link] = {}
         self._worth: dict[int, float] = {}
-        """How long it takes to start the ranks that have offered to stay anew [s]."""
+        """How long it would take to restart the ranks that have offered to stay [s]."""
 
     def connect(self, pid: int, connection: socket.socket) -> None:
         """Remember the connection to a new rank."""
@@ -48,7 +48,7 @@ class Survivors:
     def leave(self, pids: Iterable[int], patience_s: float) -> set[int]:
         """Let ranks that have offered it leave their generation; return those that do so in time.
 
-        No rank gets more time than ``patience_s``, nor than starting it anew would take.
+        No rank gets more time than ``patience_s``, nor than restarting it would take.
         """
         begun, left = time.monotonic(), set[int]()
         asked = {pid: min(patience_s, self._worth[pid]) for pid in pids}
@@ -72,7 +72,7 @@ class Survivors:
 
 
 def those_that_stay(before: tuple[int, ...], now: tuple[int, ...], answers: Mapping[int, Any]) -> list[int]:
-    """Return the ranks that have left the last generation and keep their numbers and places in the next one.
+    """Return the ranks that have left the last generation and keep their rank and node in the next one.
 
     Args:
         before: the ranks on each node in the last generation.

@@ -97,7 +97,7 @@ class Door:
             link.close()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._server)
         self._server.close()

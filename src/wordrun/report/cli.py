@@ -13,14 +13,14 @@ from wordrun.runs.record import find
 from wordrun.sections import Section
 
 USAGE = """\
-Write a page with a run's curves, options and environment, or with several runs in comparison.
+Write a page with a run's curves, options and environment, or one that compares several runs.
 
   wordrun report                                        # outputs/latest
   wordrun report run=outputs/shakespeare/nano-DDP/20260101-120000-ab12
   wordrun report runs=outputs/shakespeare               # all runs below a folder
   wordrun report runs='outputs/*/nano-*' out=nano.html  # several folders: a pattern, or separated by commas
 
-The page is one file without a server, scripts or a network.
+The page is a single file, and needs no server, scripts or network.
 """
 
 

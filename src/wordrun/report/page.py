@@ -38,7 +38,7 @@ RESULTS = {
 
 
 def write(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run and return its file; a run that is still going, or has no metrics yet, has one, too.
+    """Write the report of a run and return its file; a run that is still running, or has no metrics yet, has one, too.
 
     Raises:
         UserError: ``run_dir`` contains no run, or the file cannot be written.
@@ -53,7 +53,7 @@ def write(run_dir: Path, out: Path | None = None) -> Path:
     if not table.rows:
         notes.append("The run has not logged a step yet.")
     if state == "running":
-        notes.append("The run was still going when this page was written.")
+        notes.append("The run was still running when this page was written.")
     if metrics.broken > (state in ("running", "died")):  # the last line may be incomplete
         notes.append(f"{metrics.broken} lines of metrics.jsonl cannot be read and are left out.")
     parts, axes = facts.parts_of_run(record), titles([metrics])
@@ -70,7 +70,7 @@ def write(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def compare(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write a page with several runs in comparison and return its file.
+    """Write a page that compares several runs and return its file.
 
     Raises:
         UserError: one of ``run_dirs`` contains no run, or the file cannot be written.
@@ -274,6 +274,6 @@ def _save(content: str, file: Path) -> Path:
         files.replace(file, content)
     except OSError as error:
         raise UserError(
-            f"cannot write the report to {file}: {error.strerror}; choose another file by out=FILE"
+            f"cannot write the report to {file}: {error.strerror}; choose another file with out=FILE"
         ) from None
     return file

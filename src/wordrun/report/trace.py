@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says: computing, communicating, both, idle, and where the self time goes."""
+"""Summarizes a trace of torch.profiler: computing, communicating, both, idle, and where the self time goes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Seconds of the recorded steps, as shares of which the rest is shown."""
+    """Seconds of the recorded steps; times are shown as shares of them."""
 
     where: str
     """device or CPU: whose operations these are."""

@@ -1,1 +1,1 @@
-"""Run directories, read without torch: while a run is going, after it was killed, and from another machine."""
+"""Run directories, read without torch: while a run is active, after it was killed, and from another machine."""

@@ -18,7 +18,7 @@ from wordrun.sections import Section
 from wordrun.validation import positive
 
 USAGE = """\
-Show the runs below a folder, the one that wrote last at the bottom.
+Show the runs below a folder, the most recently active one at the bottom.
 
   wordrun ls                 # the runs below outputs/
   wordrun ls multirun        # below another folder

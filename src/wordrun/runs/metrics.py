@@ -81,7 +81,7 @@ class Metrics:
         return [row for row, (before, now) in enumerate(pairwise([0, *counts])) if now > before]
 
     def along(self, axis: str, steps: Sequence[float]) -> list[float]:
-        """Return ``steps`` in terms of ``axis``, a metric of training that grows: tokens or time."""
+        """Return ``steps`` in terms of ``axis``, a metric of training that increases: tokens or time."""
         if axis == "step":
             return list(steps)
         known, values = self.training["step"], self.training[axis]
@@ -102,7 +102,7 @@ def read(run_dir: Path) -> Metrics:
 
 
 def _interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value at ``at``; ``known`` grows. Before the first known point the line through 0 is taken."""
+    """Return the value at ``at``; ``known`` increases. Before the first known point the line through 0 is taken."""
     if not known:
         return math.nan
     right = min(bisect_left(known, at), len(known) - 1)

@@ -1,4 +1,4 @@
-"""What a run directory says about its run: options, versions, launches, and how far it is."""
+"""What a run directory says about its run: options, versions, launches, and state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wordrun.files import DIED, in_use
 
 RECORD = "run.json"
 NO_REASON = ("", "running", DIED)
-"""What run.json says of a run that could not say why it ended."""
+"""What run.json says of a run that could not record why it ended."""
 QUIET_S = 600
 """A run on another machine that has written nothing for this time [s] is shown as silent."""
 
@@ -43,7 +43,7 @@ class RunRecord:
         return max((stat.st_mtime for name in names if (stat := _stat(self.path / name))), default=0.0)
 
     def state(self) -> str:
-        """Return how the run is, in a word: running, finished, stopped, failed, died, or silent.
+        """Return the state of the run: running, finished, stopped, failed, died, or silent.
 
         died: ``launch`` has found that no process of it is left that could say why; or its record says running, and no
         process on this machine, where it ran, holds its directory.

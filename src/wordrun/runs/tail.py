@@ -14,7 +14,7 @@ from wordrun.sections import Section
 from wordrun.validation import not_negative
 
 USAGE = """\
-Show the end of a run's log, and what is added until the run ends. Ctrl-C stops looking, not the run.
+Show the end of a run's log, and what is added until the run ends. Ctrl-C stops following, not the run.
 
   wordrun tail                      # outputs/latest
   wordrun tail outputs/shakespeare/nano-DDP/20260101-120000-ab12 lines=50
@@ -57,7 +57,7 @@ def follow(options: TailConfig) -> None:
         size = log.stat().st_size if log.exists() else 0
         if size < position:  # a resumed run has removed the lines of steps that it repeats
             position = 0
-            _write(f"--- {log} begins again ---\n".encode())
+            _write(f"--- {log} was shortened by a resumed run ---\n".encode())
         if more := _read(log, position):
             position += len(more)
             _write(more)
@@ -68,7 +68,7 @@ def follow(options: TailConfig) -> None:
 
 
 def _states(path: Path) -> Iterator[str]:
-    """Yield a run's state again and again; after its end once more, since its last lines may have come in between."""
+    """Yield a run's state repeatedly; after its end once more, since its last lines may have come in between."""
     state = "running"
     while state == "running":
         state = load(path).state()

@@ -79,7 +79,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--widths", type=positive_numbers, default="64,128,256,512,1024", metavar="N,...",
         help="values of model.n_embd (default 64,128,256,512,1024)",
     )  # fmt: skip
-    parser.add_argument("--base-width", type=int, metavar="N", help="model.mup_base_width (default: the least width)")
+    parser.add_argument("--base-width", type=int, metavar="N", help="model.mup_base_width (default: the smallest)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps before measuring (default 4)")
     parser.add_argument(
         "--transfer", type=positive_numbers, default=[], metavar="LR,...",
@@ -90,7 +90,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     args = parse_study(parser, argv, CHOSEN, "--widths, --steps, --transfer")
     if len(args.widths) < 2 or not all(width.is_integer() for width in args.widths):
-        raise ConfigError("--widths should be two or more whole numbers")
+        given = ",".join(f"{width:g}" for width in args.widths)
+        raise ConfigError(f"--widths {given} should be two or more whole numbers, such as 64,128")
     if args.steps < 1 or args.transfer_steps < 1:
         raise ConfigError(f"--steps {args.steps} --transfer-steps {args.transfer_steps} should be at least 1")
     return args

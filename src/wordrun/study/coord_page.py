@@ -21,7 +21,7 @@ FLAT = 0.2
 from 64 to 1,024, a factor of 1.7."""
 NOTES = """\
 Activation is the mean absolute value of a layer's output for a fixed batch of validation data; change is that of the
-difference to the output before the first step. The power is the slope of its logarithm over that of the width. A
+difference from the output before the first step. The power is the slope of its logarithm over that of the width. A
 parametrization is called flat if the changes of all layers have powers between -{flat} and {flat}, and no activation
 one above {flat}. (Activations may shrink: before the first step, muP's logits do.)"""
 
@@ -47,7 +47,7 @@ def write(folder: Path, rows: Sequence[Row], layers: Sequence[str], command: Seq
     each = {step: slopes_of(_after(folder, check, step), layers) for step in range(1, steps + 1)}
     cells = [[str(step), *(_range(found[kind]["change"]) for kind in KINDS)] for step, found in each.items()]
     heads = ["after step", *(f"powers of the changes, {KINDS[kind]}" for kind in KINDS)]
-    lines += ["Least and greatest after each step:", "", markdown(heads, cells), "", "![activations](coord.svg)", ""]
+    lines += ["Smallest and largest after each step:", "", markdown(heads, cells), "", "![activations](coord.svg)", ""]
     lines += [NOTES.format(flat=FLAT), ""]
     paths = _draw(folder, check, layers)
     if transfer:

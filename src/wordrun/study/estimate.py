@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=Path, metavar="FILE", help="bandwidth.json of test_dist --bench, for the "
                         "estimates (default: measured before the first point)")  # fmt: skip
     parser.add_argument("--no-calibrate", action="store_true", help="measure nothing before the points: no estimates "
-                        "of times nor, on CPUs, of memory")  # fmt: skip
+                        "of times or, on CPUs, of memory")  # fmt: skip
 
 
 class Estimates:
@@ -55,7 +55,7 @@ class Estimates:
         self.results = load_bandwidth(args.bandwidth) if args.bandwidth else None
         self.measures = not (args.no_calibrate or args.submit)
         self.processes: dict[str, float | None] = {}
-        """What processes take besides the model [bytes], by the backend's name in file names; None: unknown."""
+        """Memory of processes besides the model [bytes], by the backend's name in file names; None: unknown."""
 
     def speeds(self, words: tuple[str, ...], measure: bool) -> Speeds | None:
         """Return the speeds of ranks that the options ``words`` of launch choose; None if they are unknown.

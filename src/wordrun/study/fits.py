@@ -41,7 +41,7 @@ def power_law(x: Sequence[float], y: Sequence[float], errors: Sequence[float | N
     (exponent, offset), scatter = _solve(powers, np.log(y), weights)
     spare = len(x) - 2
     variance = scatter / spare if spare else None
-    if len(known) == len(x):  # they may explain more than the scatter of a few points shows, and less
+    if len(known) == len(x):  # the scatter of a few points may be smaller than their errors by chance
         variance = max(1.0, variance or 0.0)
     error = None if variance is None else _error(powers, weights, np.array([1.0, 0.0]), variance)
     return PowerLaw(math.exp(offset), float(exponent), error)
@@ -56,7 +56,7 @@ class Optimum:
     """Relative, of ``x``; None: there are too few points for one."""
     y: float
     inside: bool
-    """Whether ``x`` is between the points; otherwise it is a guess."""
+    """Whether ``x`` is between the points; otherwise it is extrapolated."""
     parabola: tuple[float, float, float]
     """Coefficients of y = a u^2 + b u + c for u = log x."""
 

@@ -142,7 +142,7 @@ def _run_of(
         "parameters": model.num_parameters(), "n": (per_token - attention) // 6, "flops_per_token": per_token,
         "steps": steps, "tokens": steps * tokens, "flops": float(steps * tokens * per_token),
     }  # fmt: skip
-    # Losses on the built-in sample, which replaces a text that cannot be downloaded, would be others.
+    # Losses on the built-in sample, which replaces a text that cannot be downloaded, would not be comparable.
     more = {**FIXED, "data.offline": "error", "train.max_iters": steps, "train.eval_interval": steps}
     if not any(word.startswith("optimizer.warmup_iters=") for word in overrides):
         more["optimizer.warmup_iters"] = min(cfg.optimizer.warmup_iters, steps // 10)

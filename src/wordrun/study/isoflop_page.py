@@ -24,7 +24,7 @@ NOTES = """\
 N counts the weights of matrix products: the blocks' and the output layer's, without embeddings. FLOPs are wordrun's own
 count, 6 N and the attention's share for each token. The best N is the minimum of a parabola in log N, and its error the
 standard error that follows from the scatter of the losses around it; D is interpolated between the runs. Minima outside
-of the sizes that were trained are guesses, and the power laws leave them out."""
+the range of trained sizes are extrapolated, and the power laws leave them out."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Budget:
 
     @property
     def tokens(self) -> float:
-        """Tokens of the best size, from the runs beside it."""
+        """Tokens of the best size, interpolated between the runs."""
         assert self.best is not None
         sizes, tokens, _ = zip(*self.points, strict=True)
         return float(np.exp(np.interp(np.log(self.best.x), np.log(sizes), np.log(tokens))))
@@ -59,7 +59,7 @@ def write(folder: Path, rows: Sequence[Row], command: Sequence[str]) -> list[Pat
         if law := laws.get(name):
             lines.append(f"- {what} = {law.factor:.3g} C^{shown(law.exponent, law.error)}")
     if not laws:
-        lines.append("- no power law: it takes the minima of two budgets or more")
+        lines.append("- no power law: it needs the minima of at least two budgets")
     lines += ["", markdown(HEADS, [_cells(each) for each in found]), "", "![loss over model size](isoflop.svg)", ""]
     page, table = folder / "isoflop.md", folder / "isoflop.csv"
     write_page(page, [*lines, NOTES, ""], rows, command)

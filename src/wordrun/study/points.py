@@ -92,7 +92,7 @@ class Points:
                 self._lock.close()
             if isinstance(error, OSError):
                 raise UserError(
-                    f"cannot write to {self.folder}: {error.strerror}. Start the study again when this is solved"
+                    f"cannot write to {self.folder}: {error.strerror}. Start the study again when this is fixed"
                 ) from None
             raise
         return self
@@ -162,7 +162,7 @@ class Points:
         except OSError as error:
             raise UserError(
                 f"cannot write {self.path}: {error.strerror}; it has all rows except that of {point.name}. "
-                "Start the study again when this is solved: a finished run is not repeated"
+                "Start the study again when this is fixed: a finished run is not repeated"
             ) from None
 
 

@@ -73,7 +73,7 @@ def parse_study(
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of every run")
     args = parser.parse_intermixed_args(argv)
     if wrong := [each for each in args.overrides if each.partition("=")[0].lstrip("+") in chosen]:
-        raise ConfigError(f"{', '.join(wrong)}: the study chooses it itself ({by})")
+        raise ConfigError(f"{', '.join(wrong)}: the study sets this itself ({by})")
     return args
 
 
@@ -205,7 +205,7 @@ class Runner:
                         bar.update(task, completed=count)
                         if _lacked_room(row):  # so would the other points
                             raise UserError(
-                                f"{point.name} had no room on the disk. Start the study again when there is some: it "
+                                f"{point.name} ran out of disk space. Free some, then start the study again: it "
                                 "repeats this point"
                             )
                 if not ended:
@@ -228,7 +228,7 @@ class Runner:
             return True
         with contextlib.suppress(UserError):
             run = load(self._folder(point)).state()
-        if run == "finished":  # a job, one that had failed and was started again, or the disk was full
+        if run == "finished":  # a job, a failed point that was restarted, or the disk was full
             self._record(point, self._output(point))
             return self.file.rows[point.name]["state"] == DONE or not self.args.retry_failed
         if state == SUBMITTED:

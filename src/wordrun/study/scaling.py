@@ -29,7 +29,7 @@ Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
   wordrun study scaling --nodes 1,2,4 --out jobs --submit --launch="--walltime 0:20:00 --account A" model=gpt2_xl
 
 Each point trains --steps steps to warm up and then --repeats times --steps steps, which are measured: the result is the
-median, with the least and the greatest as error bars. In a job of several nodes, points run side by side on different
+median, with the minimum and the maximum as error bars. In a job of several nodes, points run side by side on different
 nodes. Call it again to continue: finished points are skipped. DIR receives points.csv, scaling.md, .png and .svg.
 """
 BACKENDS = """\
@@ -90,7 +90,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _numbers(text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text} should be numbers from 1, separated by commas, such as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text} should be positive whole numbers, separated by commas, such as 1,2,4")
     return sorted({int(number) for number in text.split(",")})
 
 
@@ -103,7 +103,7 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
     sequences = base.train.global_batch_size
     if args.weak and sequences:
         raise ConfigError(
-            f"train.global_batch_size={sequences}: --weak takes model.batch_size and optimizer.gas per rank"
+            f"train.global_batch_size={sequences}: --weak takes model.batch_size and optimizer.gas per rank: omit it"
         )
     per_rank = base.model.batch_size * (base.optimizer.gas or 1)
     labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]

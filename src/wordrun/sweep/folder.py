@@ -35,7 +35,7 @@ class Point:
         return self.dir.with_name(f"{self.dir.name}.log")
 
     def state(self) -> str:
-        """Return how its run is: new, running, finished, stopped, failed, died or silent."""
+        """Return the state of its run: new, running, finished, stopped, failed, died or silent."""
         if not (self.dir / "run.json").exists():
             return "failed" if self.log.exists() else "new"
         record = load(self.dir)
@@ -74,7 +74,7 @@ class Sweep:
     id: str
     """The points' run IDs begin with it."""
     command: list[str]
-    """What starts wordrun, and the words that all points share before their overrides."""
+    """What starts wordrun, and the arguments that all points share before their overrides."""
     options: LauncherOptions
     points: list[Point] = field(default_factory=list)
     jobs: dict[str, str] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Sweep:
             )
         if options.resume and not found:
             raise ConfigError(
-                f"hydra.launcher.resume=true: there is no sweep in {folder}; name its folder by hydra.sweep.dir=DIR"
+                f"hydra.launcher.resume=true: there is no sweep in {folder}; set its folder with hydra.sweep.dir=DIR"
             )
         if found:
             return cls(folder, found.id, list(command), options, found.points, found.jobs)

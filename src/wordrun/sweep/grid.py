@@ -17,7 +17,7 @@ from wordrun.sweep.pool import Ended, Pool
 from wordrun.sweep.table import Progress
 
 USAGE = """\
-Run the points of a sweep that have not finished, as `wordrun -m ... hydra/launcher=wordrun` has written them down.
+Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun` has recorded in sweep.json.
 
   wordrun sweep outputs/sweeps/20260102-030405        # all of them
   wordrun sweep outputs/sweeps/20260102-030405 2 3    # some
@@ -32,7 +32,7 @@ def launch(
 
     Args:
         folder: hydra.sweep.dir.
-        command: what starts wordrun, and the words that all points share before their overrides.
+        command: what starts wordrun, and the arguments that all points share before their overrides.
         options: the launcher's.
         batch: the overrides of each point.
         subdir: returns the run directory below ``folder`` of a new point with these overrides and this number.
@@ -60,8 +60,8 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) ->
     todo = deque(point for point in points if states[point.number] not in ("finished", "running"))
     skipped = len(points) - len(todo)
     at_once = min(len(found), len(todo))
-    done = f"; {skipped} finished or running before" if skipped else ""
-    print(f"sweep {sweep.dir}: {len(todo)} point{'s' * (len(todo) != 1)}, {at_once} at the same time{done}", flush=True)
+    done = f"; {skipped} already finished or running" if skipped else ""
+    print(f"sweep {sweep.dir}: {len(todo)} point{'s' * (len(todo) != 1)}, {at_once} at a time{done}", flush=True)
     with Pool(sweep, found) as pool:
         progress = Progress(sweep, pool)
         progress.states.update({number: state for number, state in states.items() if state in ("finished", "running")})
@@ -77,14 +77,14 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) ->
     missing = any(state != "finished" for state in progress.states.values()) or bool(todo)
     print(f"sweep {sweep.dir}: {text}", flush=True)
     if missing:
-        print(f"wordrun sweep {sweep.dir} starts what is missing", flush=True)
+        print(f"wordrun sweep {sweep.dir} runs the unfinished points", flush=True)
     if pool.ending:
         return REQUEUE if pool.ending in (REQUEUE, 15) else 128 + pool.ending
     return int(any(state == "failed" for state in progress.states.values()))
 
 
 def outcome(ended: Ended, *, asked: bool) -> str:
-    """Return how a point has ended, in a word; ``asked``: whether it was asked to."""
+    """Return how a point has ended, in a word; ``asked``: whether it was asked to stop."""
     if ended.status == 0:
         return "finished"
     return "stopped" if asked or ended.status in (REQUEUE, 130, 143) else "failed"
@@ -101,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sweep is None:
             raise ConfigError(f"{arguments[0]} contains no sweep: there is no sweep.json")
         if (sweep.dir / "study.db").exists():
-            raise ConfigError(f"{arguments[0]} is a search with Optuna: call its command again to continue it")
+            raise ConfigError(f"{arguments[0]} is an Optuna search: repeat its command to continue it")
         known = {str(point.number): point for point in sweep.points}
         if unknown := [word for word in arguments[1:] if word not in known]:
-            raise ConfigError(f"{unknown[0]} is not a point of {arguments[0]}, which has 0 to {len(known) - 1}")
+            raise ConfigError(f"{unknown[0]} is not a point of {arguments[0]}, which has points 0 to {len(known) - 1}")
         points = [known[word] for word in arguments[1:]] or sweep.points
         found = places.find(sweep.options)
         return run(sweep, points, found)

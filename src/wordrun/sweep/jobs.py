@@ -30,7 +30,7 @@ def submit(sweep: Sweep, points: Sequence[Point]) -> int:
     left = _left(sweep, points)
     points = [point for point in points if point not in left]
     if left:
-        print(f"sweep {sweep.dir}: points whose jobs wait or run, which are not submitted again: {len(left)}")
+        print(f"sweep {sweep.dir}: points not resubmitted, because their jobs are pending or running: {len(left)}")
     if not points:
         print(f"sweep {sweep.dir}: all {'other ' if left else ''}points have finished or are running")
         return 0
@@ -50,7 +50,7 @@ def submit(sweep: Sweep, points: Sequence[Point]) -> int:
         print(f"point{'s' * (len(chunk) > 1)} {names}: job {done.jobs[0]} ({done.path})", flush=True)
     print(describe(frozen))
     print(f"wordrun ls {sweep.dir} shows the runs; the same command with hydra.launcher.resume=true ", end="")
-    print(f"hydra.sweep.dir={sweep.dir} submits what is missing")
+    print(f"hydra.sweep.dir={sweep.dir} submits the unfinished points")
     return 0
 
 
@@ -98,6 +98,6 @@ def together(options: LauncherOptions, parsed: Options, site: Site, count: int) 
     per_node = max(1, slots // ranks) if nodes == 1 else 1
     wanted = options.job_nodes or (-(-count // per_node) if nodes == 1 else nodes * count)
     if wanted < nodes:
-        raise ConfigError(f"hydra.launcher.job_nodes={wanted}: one point needs {nodes} nodes")
+        raise ConfigError(f"hydra.launcher.job_nodes={wanted}: one point needs {nodes} nodes; use {nodes} or more")
     ppn = per_node * -(-ranks // nodes)
     return replace(parsed, np=None, nodes=wanted, ppn=ppn)

@@ -68,9 +68,9 @@ class SweeperOptions:
     n_jobs: int | None = None
     """Most points at the same time. null: as many as hydra/launcher=wordrun finds room for."""
     metric: str = "val_loss"
-    """Metric of the evaluations whose best value counts."""
+    """Metric of the evaluations, of which each point's best value counts."""
     direction: str = "auto"
-    """min, max, or auto: what is known to be better for this metric."""
+    """min, max, or auto (known from the metric's name)."""
     sampler: str = "tpe"
     """tpe or random."""
     seed: int | None = None

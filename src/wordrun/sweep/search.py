@@ -1,4 +1,4 @@
-"""``hydra/sweeper=wordrun_optuna``: Optuna chooses the points of a sweep and stops those without prospects."""
+"""``hydra/sweeper=wordrun_optuna``: Optuna chooses the points of a sweep and stops unpromising ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from wordrun.sweep.table import Progress
 from wordrun.validation import higher_is_better
 
 LOOK_S = 1.0
-"""Seconds between two looks at the metrics of running points."""
+"""Seconds between checks of the metrics of running points."""
 BEST = 10
 """Points in the final table."""
 FIGURE = "parallel.png"
@@ -126,20 +126,20 @@ def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes from searching in ``folder``.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: another process does.
     """
     with (folder / ".lock").open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another process searches in {folder}: wait for it, or choose another folder") from None
+            raise ConfigError(f"{folder} is in use by another search: wait for it, or choose another folder") from None
         except OSError:
             pass  # a file system without locks
         yield
 
 
 def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: bool) -> optuna.Study:
-    """Return the study, a new one if there is none; points that were running are to be tried again."""
+    """Return the study, a new one if there is none; points that were running are retried."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner: optuna.pruners.BasePruner = {
         "median": optuna.pruners.MedianPruner, "asha": optuna.pruners.SuccessiveHalvingPruner,
@@ -200,7 +200,7 @@ class Search:
         before = self.count()
         print(
             f"sweep {self.sweep.dir}: {max(0, self.options.n_trials - before)} of {self.options.n_trials} points, "
-            f"{len(found)} at the same time", flush=True,
+            f"{len(found)} at a time", flush=True,
         )  # fmt: skip
         looked = 0.0
         with Pool(self.sweep, found) as pool:
@@ -227,7 +227,7 @@ class Search:
         return 0 if self.finished() else 1
 
     def count(self) -> int:
-        """Return how many points have ended, without those that are tried again."""
+        """Return how many points have ended, without those that are retried."""
         again = set(self.study.user_attrs.get("again", []))
         ended = self.study.get_trials(deepcopy=False, states=tuple(STATES))
         return sum(trial.number not in again for trial in ended)
@@ -253,14 +253,14 @@ class Search:
         progress.started(point)
 
     def look(self, pool: Pool) -> None:
-        """Report new evaluations of running points to Optuna, and stop those that it gives up."""
+        """Report new evaluations of running points to Optuna, and stop those that it prunes."""
         for point in [each.point for each in pool.running if each.point.number not in self.pruned]:
             if self.report(point):
                 self.pruned.add(point.number)
                 pool.stop(point)
 
     def report(self, point: Point) -> bool:
-        """Report new evaluations of a point to Optuna; return whether it gives the point up."""
+        """Report new evaluations of a point to Optuna; return whether it prunes the point."""
         hopeless = False
         for step, value in point.evaluations(self.options.metric):
             if step <= self.reported[point.number]:  # also if a continued run has evaluated it again

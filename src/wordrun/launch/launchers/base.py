@@ -61,7 +61,7 @@ class Launcher:
     mpi_remedy: ClassVar[str] = "for MPI programs, --launcher hydra or openmpi"
     """What to do if its ranks do not know each other by MPI."""
     binds_one: ClassVar[bool] = True
-    """Whether it would bind a node's only process to some of the cores, unless it is told not to."""
+    """Whether it binds a node's only process to some of the cores by default."""
     stale: ClassVar[tuple[str, ...]] = ()
     """Variables that would mislead another launcher's ranks (NAME_: all with this prefix)."""
     daemons: ClassVar[tuple[str, ...]] = ()
@@ -73,11 +73,11 @@ class Launcher:
     own_lines: ClassVar[str] = ""
     """Regular expression for the beginning of its lines on stderr."""
     noise: ClassVar[str] = ""
-    """Regular expression for what it and its MPI print beside a failure, without adding to it; whole lines."""
+    """Regular expression for whole lines that it and its MPI print with a failure but that do not explain it."""
     faults: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     killed: ClassVar[str] = ""
-    """Regular expression for its line on a process that SIGKILL has ended, if its own exit status may not say so."""
+    """Regular expression for its line about a process killed by SIGKILL, if its exit status may not say so."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
     may_die_of_input: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class Launcher:
     keep_going: ClassVar[tuple[str, ...]] = ()
     """Arguments with which it leaves the other processes alone when one ends."""
     single: ClassVar[tuple[str, ...]] = ()
-    """Arguments for a process on a host on which it has started others."""
+    """Arguments for starting a process on a host where it has already started others."""
     is_step: ClassVar[bool] = False
     """Whether the scheduler's daemons start its ranks, so that no rank is its descendant."""
 
@@ -215,7 +215,7 @@ class Search:
         """Return the error: what is missing, where it is not, and how to get it, each in a line."""
         asked = f"--launcher {self.wanted}: " if self.wanted else ""
         lines = [
-            f"{asked}{what}: none beside python or in PATH",
+            f"{asked}{what}: none next to this Python or in PATH",
             *passed_over,
             *([f"remedy: {remedy}"] if remedy else []),
         ]

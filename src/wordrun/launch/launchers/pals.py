@@ -50,7 +50,7 @@ class PALS(Launcher):
         depth = ("--depth", str(self.cores_per_rank(request))) if binding == "depth" else ()
         bound = (*depth, "--cpu-bind", binding) if binding else ()
         if not ranks.even and any(each != ranks.ppn for each in ranks.layout[:-1]):
-            remedy = f"of {listed(ranks.layout)} only the last could have fewer: use --ppn"
+            remedy = f"in {listed(ranks.layout)}, a host other than the last has fewer: use --ppn"
             raise ConfigError(f"{ranks.why}: PALS fills its hosts in order with --ppn ranks each; {remedy}")
         all_hosts = ranks.nodes == len(request.job.hosts) and request.job.hostfile
         return (
@@ -86,5 +86,7 @@ def _split(cores: str, parts: int, site: str) -> list[str]:
     near = sorted(numbers(cores))
     each = len(near) // parts
     if each == 0:
-        raise ConfigError(f"--ppn: {site} has {len(near)} cores near each device, too few for {parts} ranks on it")
+        raise ConfigError(
+            f"--ppn: {site} has {len(near)} cores near each device, too few for {parts} ranks: use a smaller --ppn"
+        )
     return [f"{near[i * each]}-{near[(i + 1) * each - 1]}" for i in range(parts)]

@@ -85,7 +85,7 @@ class Srun(Launcher):
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables of every launcher, and srun's own."""
         cores = str(self.cores_per_rank(request))
-        why = "as -c: SLURM 22.05 to 23.02 read nothing else, and two values would be fatal"
+        why = "the same as -c: SLURM 22.05 to 23.02 read only this variable, and srun fails if they differ"
         ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}
         if self.network:
             ours[slurm.NETWORK] = (self.network, "UCX's addresses are too long for SLURM's pmi2: MPI_Init may hang")

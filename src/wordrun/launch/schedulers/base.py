@@ -13,7 +13,7 @@ from wordrun.launch.site import Site
 
 # The remedy if a job's variables name no hosts.
 NO_HOSTS = (
-    "launch in the job's own shell, or name the hosts by --hostfile FILE "
+    "launch in the job's own shell, or name the hosts with --hostfile FILE "
     "(--scheduler none starts ranks on this machine alone)"
 )
 
