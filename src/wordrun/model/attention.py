@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Mask = Tensor | tuple[int | Tensor, ...] | dict[int, "BlockMask"]
 """Which tokens attend to which. (B, 1, T, T): True where they do. A tuple: the tokens of all sequences, in order, as
-documents by their lengths, and runs of n tokens in short documents by masks (n, n). A dictionary: see ``flex``."""
+the lengths of documents, and as masks (n, n) for runs of n tokens in short documents. A dictionary: see ``flex``."""
 
 
 def document_mask(
@@ -32,8 +32,8 @@ def document_mask(
 ) -> Mask:
     """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
 
-    Only small masks are made whole, but for compiled blocks on a CPU: a CPU computes the attention of each document by
-    itself, or of some short ones together; a GPU leaves out the blocks of tokens that share no document.
+    Only small masks are materialised, except for compiled blocks on a CPU. A CPU computes the attention of each
+    document by itself, or of some short ones together; a GPU leaves out the blocks of tokens that share no document.
 
     Args:
         documents: document number of each token.
@@ -152,8 +152,8 @@ def _windowed(
 
 def _band(T: int, S: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return what to add to the products of T queries, the last of S tokens, so that they attend within ``window``."""
-    ahead = torch.arange(T, device=device)[:, None] + (S - T) - torch.arange(S, device=device)
-    hidden = (ahead < 0) | (ahead >= window)
+    distance = torch.arange(T, device=device)[:, None] + (S - T) - torch.arange(S, device=device)
+    hidden = (distance < 0) | (distance >= window)
     return torch.zeros(T, S, dtype=dtype, device=device).masked_fill(hidden, -math.inf)
 
 
@@ -167,7 +167,7 @@ def _by_document(
     """Return the attention of each of ``runs`` of tokens, one or more documents each, by itself."""
     masks = [None if isinstance(run, int) else run for run in runs]
     lengths = [run if isinstance(run, int) else len(run) for run in runs]
-    # Split rather than sliced: the gradient of a slice has the size of the whole.
+    # Split rather than sliced: the gradient of a slice has the size of the full tensor.
     parts = (torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (q, k, v))
     found = []
     for mask, *tokens in zip(masks, *parts, strict=True):
