@@ -37,7 +37,7 @@ from wordrun.prepare import run, tokenize, writer
 from wordrun.prepare.sources import locate
 
 COPIES = 48
-"""Times that the text is repeated for the characters: some seconds of work for nanoGPT, and one piece for us."""
+"""Times that the text is repeated for the characters: some seconds of work for nanoGPT, and one work item for us."""
 BLOCK, BATCH = 1024, 16
 
 
@@ -143,14 +143,14 @@ def byte_pairs(scratch: Path, text: str, rounds: int) -> None:
 
 
 def ranks(scratch: Path, text: str, rounds: int) -> None:
-    """The command on one rank and on two, a process each, without the start of the ranks; by the clock.
+    """The command on one rank and on two, one process each, without the start of the ranks; wall time.
 
-    Beside it two independent preparations of a half each: the most that the cores of the machine give.
+    Beside it two independent preparations of one half each: the upper bound for the cores of this machine.
     """
     halves = [scratch / "many" / half for half in ("a", "b")]
     for half in halves:
         half.parent.mkdir(exist_ok=True)
-        corpus(half, text, 60, 12)  # so much that the start of the processes does not matter
+        corpus(half, text, 60, 12)  # large enough that the start of the processes does not matter
     words = tokenizers.build(BPETokenizerConfig(), [text])
     (scratch / "tokenizer.json").write_text(words.to_json())
 
@@ -176,10 +176,10 @@ def ranks(scratch: Path, text: str, rounds: int) -> None:
         lambda: seconds(*(begin(1, half, scratch / half.name) for half in halves)),
     )
     row(
-        "byte pairs, 1 rank / 2 ranks / 2 apart [s]",
+        "byte pairs, 1 rank / 2 ranks / 2 independent processes [s]",
         " / ".join(f"{statistics.median(x):.1f}" for x in (one, two, apart)),
     )
-    for name, times, wanted in (("2 ranks", two, "at least 1.8"), ("2 apart", apart, "the most there is")):
+    for name, times, wanted in (("2 ranks", two, "at least 1.8"), ("2 independent processes", apart, "upper bound")):
         ratios = [a / b for a, b in zip(one, times, strict=True)]
         spread = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         row(

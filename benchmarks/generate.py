@@ -104,13 +104,13 @@ def main() -> None:
     assert greedy.equal(theirs.generate(prompt, TURN, top_k=1)), "the models differ"
     rounds = []
     for _ in range(args.rounds):
-        way = partial(generate, Cached(ours), length=TURN, block_size=GPT2.block_size, **SAMPLING)
-        rounds.append(in_turns(way, theirs, prompt, args.share))
+        extend = partial(generate, Cached(ours), length=TURN, block_size=GPT2.block_size, **SAMPLING)
+        rounds.append(in_turns(extend, theirs, prompt, args.share))
     print(f"\n{args.threads} threads, {args.rounds} texts of {PROMPT} + {NEW} tokens")
     print("| tokens per second | wordrun | nanoGPT | wordrun / nanoGPT, median (each) |\n|---|---|---|---|")
-    for place, kind in enumerate(("of time", "of processor time")):
-        ratios = [mine[place] / other[place] for mine, other in rounds]
-        medians = " | ".join(f"{statistics.median(both[side][place] for both in rounds):.2f}" for side in (0, 1))
+    for index, kind in enumerate(("of time", "of processor time")):
+        ratios = [mine[index] / other[index] for mine, other in rounds]
+        medians = " | ".join(f"{statistics.median(both[side][index] for both in rounds):.2f}" for side in (0, 1))
         each = ", ".join(f"{ratio:.1f}" for ratio in ratios)
         print(f"| {kind} | {medians} | {statistics.median(ratios):.1f} ({each}) |")
 

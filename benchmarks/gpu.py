@@ -61,7 +61,7 @@ def run_section(name: str, args: argparse.Namespace, limit: float) -> str:
     try:
         return "done" if process.wait(limit) == 0 else "failed"
     except subprocess.TimeoutExpired:
-        return f"cut off after {limit:.0f} s"
+        return f"timed out after {limit:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # programs that the section started
@@ -105,7 +105,7 @@ def main() -> int:
         )
     names = args.only.split(",")
     if unknown := set(names) - SECTIONS.keys():
-        parser.error(f"--only has {', '.join(sorted(unknown))}; the sections are {', '.join(SECTIONS)}")
+        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; the sections are {', '.join(SECTIONS)}")
     end = time.monotonic() + args.budget
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

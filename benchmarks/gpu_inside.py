@@ -162,7 +162,12 @@ def profile(bench: Bench) -> None:
         bench.add("kinds of kernels", kind=kind, ms=milliseconds, percent=100 * milliseconds / step_ms)
     for row in summary.kernels[:12]:
         bench.add(
-            "dearest kernels", ms=row.ms, percent=100 * row.ms / step_ms, calls=row.calls, kind=row.kind, name=row.name
+            "most expensive kernels",
+            ms=row.ms,
+            percent=100 * row.ms / step_ms,
+            calls=row.calls,
+            kind=row.kind,
+            name=row.name,
         )
     for row in summary.products[:12]:
         tflops = row.flops / (row.ms * 1e9) if row.flops else None

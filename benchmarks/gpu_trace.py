@@ -1,4 +1,4 @@
-"""Sums up a trace of torch.profiler: the device's time by kind of kernel, by kernel, and by matrix product."""
+"""Summarizes a trace of torch.profiler: the device's time by kind of kernel, by kernel, and by matrix product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the measuring that every run does costs: CPU time, and for lines of metrics the time until all ranks have them.
+"""The cost of what every run measures: CPU time, and for lines of metrics the time until all ranks have them.
 
     launch -n 2 python benchmarks/measuring.py
 
@@ -63,7 +63,8 @@ def main() -> None:
         time.sleep(5)
         watched = 1e6 * (time.clock_gettime(clock) - before) / (time.monotonic() - since)
         print(
-            f"rank {world.rank}: {steps:.1f} us of CPU time a step, and the watch {watched:.0f} us a second", flush=True
+            f"rank {world.rank}: {steps:.1f} us of CPU time per step, and the watch {watched:.0f} us per second",
+            flush=True,
         )
         for every, each in lines.items():
             cpu, wall = (statistics.median(times) for times in zip(*each, strict=True))

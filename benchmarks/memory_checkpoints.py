@@ -5,8 +5,8 @@
 
 Within one run of two ranks, windows of ten steps alternate: one begins with a checkpoint in memory, which must be
 complete at its end, and the next has none. On real nodes, copying to another node does not share the cores and the
-memory of one machine as it does here. A virtual machine may have to get memory from its host again that was free for
-some seconds, at a tenth of the speed; so each window begins with such memory having been used.
+memory of one machine as it does here. A virtual machine may have to request memory that was free for some
+seconds from its host again, at a tenth of the speed; so each window begins by touching that memory.
 """
 
 from __future__ import annotations

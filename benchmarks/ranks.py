@@ -1,16 +1,16 @@
-"""What a rank and rank 0 pay for the other ranks, at 10^3 to 10^5 of them, all on one machine.
+"""What the number of ranks costs each rank, and rank 0, at 10^3 to 10^5 ranks, all measured on one machine.
 
     python benchmarks/ranks.py                    # all parts
     python benchmarks/ranks.py --parts store --ranks 1000,10000
 
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
-tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: so many
+tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: as many
 clients of one store, each of which is a connection, meet, get the config, and agree that a checkpoint has been written.
 ``owners``: Muon's first step. ``mesh``: torch's groups. ``zero``: DeepSpeed's engine. ``launch``: the list of hosts.
 ``gather``: a message of every rank. ``files``: a folder with a file of each rank. The last thing printed is a table of
 all of it.
 
-A store with 10^5 clients needs as many open files (ulimit -n 110000), and more ports than one address has, so that each
+A store with 10^5 clients needs as many open files (ulimit -n 110000), and more ports than one address has, so each
 process of clients connects to an address of its own.
 """
 

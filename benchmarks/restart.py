@@ -1,11 +1,11 @@
-"""Seconds from a fault to the next step: with guardians (``launch --elastic``), and launching everything again.
+"""Seconds from a fault to the next step: with guardians (``launch --elastic``), and relaunching everything.
 
     python benchmarks/restart.py                          # 4 ranks, 5 faults each way, minutes
     python benchmarks/restart.py -n 2 --faults 1          # to see that it works
 
-A rank of a training of the model nano is killed by SIGKILL again and again, each time another one. Checkpoints are in
-memory, at every step. Both ways must end with the losses of a run without faults, to the bit, under FSDP: on more than
-two ranks, torch's DDP sums gradients in another order after its first step.
+While model=nano trains, a rank is killed by SIGKILL repeatedly, a different one each time. Checkpoints are in memory,
+at every step. All strategies must end with the losses of a run without faults, bit for bit. They use FSDP, because on
+more than two ranks torch's DDP sums gradients in a different order after its first step.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def train(way: str, faults: int, ranks: int, folder: Path, overrides: list[str])
 
 
 def main() -> None:
-    """Print a line for each way."""
+    """Print a line for each strategy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=4, help="ranks")
-    parser.add_argument("--faults", type=int, default=5, help="how often a rank is killed, each way")
+    parser.add_argument("--faults", type=int, default=5, help="how often a rank is killed, under each strategy")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="what to measure")
     parser.add_argument("overrides", nargs="*", help="options of the run")
     args = parser.parse_args()
@@ -116,7 +116,7 @@ def main() -> None:
         print(f"{way:<21} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), {facts}")
     for way, seconds in medians.items():
         print(f"{way}: {seconds / medians[args.ways[-1]]:.2f} of the time of '{args.ways[-1]}'")
-    print(f"the losses are equal to the bit; {home}")
+    print(f"the losses are bitwise equal; {home}")
 
 
 if __name__ == "__main__":

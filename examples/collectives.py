@@ -3,8 +3,8 @@
     launch -n 4 python examples/collectives.py
 
 ALCF's workshop shows them as pictures (AI training on supercomputers: all-reduce, reduce, broadcast, all-gather,
-scatter). Each runs twice here, in mpi4py on numpy arrays and in torch on tensors, and must give the same. What changes
-against one process: each rank has to call every collective, or the others wait for it forever.
+scatter). Each runs twice here, in mpi4py on numpy arrays and in torch on tensors, and must give the same
+results. Compared with one process, each rank has to call every collective, or the others wait for it forever.
 """
 
 import numpy as np

@@ -2,9 +2,9 @@
 
     launch -n 3 python examples/futures.py
 
-ALCF's workshop names mpi4py beside torch.distributed. What changes against one process: MPICommExecutor replaces an
-executor of concurrent.futures. Rank 0 leaves the `with` block when all tasks are done. The other ranks work inside the
-`with` statement until then, and get None. A program with an MPIPoolExecutor runs unchanged under
+ALCF's workshop names mpi4py beside torch.distributed. Compared with one process, MPICommExecutor replaces an executor
+of concurrent.futures. Rank 0 leaves the `with` block when all tasks are done. The other ranks work inside the `with`
+statement until then, and get None. A program with an MPIPoolExecutor runs unchanged under
 `launch -n 3 python -m mpi4py.futures FILE`.
 """
 

@@ -2,7 +2,7 @@
 
     launch -n 2 python examples/gpt2_ddp.py
 
-From the Turing Institute's course (Practical MPI). What changes against gpt2.py:
+From the Turing Institute's course (Practical MPI). Compared with gpt2.py:
 
 1. Each rank chooses its own device and joins the process group. launch sets the variables that both steps read.
 2. The ranks divide the micro-batches of a step, so that the batch stays the same. Their number must divide 4.

@@ -2,7 +2,7 @@
 
     launch -n 2 python examples/gpt2_lightning.py
 
-From the Turing Institute's course (Practical MPI). What changes against gpt2.py:
+From the Turing Institute's course (Practical MPI). Compared with gpt2.py:
 
 1. GPT becomes a LightningModule, with the steps and the optimizer as methods. Trainer has the loop, moves tensors to
    the device, divides the data among the ranks (and shuffles it), and averages the gradients.

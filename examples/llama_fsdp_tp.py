@@ -2,7 +2,7 @@
 
     launch -n 4 python examples/llama_fsdp_tp.py
 
-From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. What changes against one process:
+From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. Compared with one process:
 
 1. A mesh with two axes: "tp" between neighbours, which share a node's fast links, and "dp" (with -n 2, a single rank).
 2. parallelize_module divides pairs of matrices over "tp", by columns, then by rows: one all-reduce for each pair.
@@ -65,7 +65,7 @@ for block in blocks:
 fully_shard(model, mesh=dp)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 batch = torch.randint(VOCAB, (BATCH_SIZE, LENGTH + 1)).chunk(dp.size())[dp.get_local_rank()].to(device)
-for step in range(STEPS):  # with the same batch, to be learned by heart
+for step in range(STEPS):  # always the same batch, to be memorized
     loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()

@@ -2,7 +2,7 @@
 
     launch -n 2 python examples/mnist_accelerate.py
 
-From CMU's lecture on distributed training (14-763, lecture 15). What changes against mnist.py:
+From CMU's lecture on distributed training (14-763, lecture 15). Compared with mnist.py:
 
 1. Accelerator() joins the process group and chooses the device. launch sets the variables that it reads, so neither
    `accelerate config` nor `accelerate launch` is needed.

@@ -2,8 +2,7 @@
 
     launch -n 2 python examples/mnist_ddp.py
 
-From CMU's lecture on distributed training (14-763, lecture 15) and MIT's Engaging recipes. What changes against
-mnist.py:
+From CMU's lecture on distributed training (14-763, lecture 15) and MIT's Engaging recipes. Compared with mnist.py:
 
 1. Each rank chooses its own device and joins the process group. launch sets the variables that both steps read.
 2. A DistributedSampler gives each rank its own part of the images. The batch is divided too, so that any number of

@@ -2,7 +2,7 @@
 
     launch -n 2 python examples/mnist_deepspeed.py
 
-ALCF's workshop and the Turing Institute's course explain ZeRO; the program is CMU's. What changes against mnist.py:
+ALCF's workshop and the Turing Institute's course explain ZeRO; the program is CMU's. Compared with mnist.py:
 
 1. init_distributed joins the process group, by launch's variables; initialize chooses the device and wraps the model.
 2. A DistributedSampler divides the images among the ranks. The batch is divided too, so the number of steps stays.

@@ -2,7 +2,7 @@
 
     launch -n 2 python examples/mnist_fsdp.py
 
-From MIT's Engaging recipes. They use FSDP1, which refuses CPUs; fully_shard does not. What changes against mnist.py:
+From MIT's Engaging recipes. They use FSDP1, which refuses CPUs; fully_shard does not. Compared with mnist.py:
 
 1. Each rank chooses its own device and joins the process group. launch sets the variables that both steps read.
 2. A DistributedSampler gives each rank its own part of the images. The batch is divided too, so that any number of

@@ -4,7 +4,7 @@
     tensorboard --logdir tb_logs
 
 From JSC's course (Getting Started with AI on Supercomputers), which trains torchvision's ResNet-50 on ImageNet. Here it
-is the one of transformers, untrained, on scikit-learn's digits, which need no network. What changes against one GPU:
+is transformers' ResNet-50, untrained, on scikit-learn's digits, which need no network. Compared with one GPU:
 
 1. Trainer has to be told how many ranks there are, by node. launch sets the variables with these numbers.
 2. TorchElasticEnvironment reads launch's other variables, whichever launcher started the ranks. The course relies on

@@ -92,7 +92,7 @@ def test_two_islands(ranks: Any, tmp_path: Path) -> None:
     assert figures("to-ddp", 7)[0] == pytest.approx(figures("whole", 7)[0], rel=1e-5)
     refused = Path("refused.txt").read_text()
     assert refused.count("was saved between two exchanges of 2 islands") == 1
-    assert "resume with train.backend=diloco, or" in refused
+    assert "resume with train.backend=diloco, resume from" in refused
 
 
 def test_islands_of_two_ranks(ranks: Any, tmp_path: Path) -> None:

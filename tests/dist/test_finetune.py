@@ -119,6 +119,6 @@ def test_another_base_is_noticed(ranks: Any, home: Path, monkeypatch: pytest.Mon
     path = Path("base/model.safetensors")
     content = path.read_bytes()
     path.unlink()
-    with pytest.raises(UserError, match="put that model back"):
+    with pytest.raises(UserError, match="put the original model back"):
         find(Path("short")).weights()
     path.write_bytes(content)

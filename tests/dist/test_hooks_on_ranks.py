@@ -162,7 +162,7 @@ def test_a_learning_rate_that_fails_on_all_ranks_costs_no_steps(ranks: Any, tmp_
     own = (
         r"^schedule=own \(.*script.py:\d+\): own failed at step 3: ZeroDivisionError: .* \(script.py:17\); traceback: "
     )
-    rate = r"the hook Rate failed in learning_rate after 2 steps: ValueError: the learning rate is None, not a number"
+    rate = r"the hook Rate failed in learning_rate after 2 steps: ValueError: the learning rate is None, not a finite"
     for message, count in ((own, 2), (f"^{rate}", 3)):
         assert len(re.findall(message, done.stdout, re.MULTILINE)) == count, done.stdout
     assert re.search(rf"\[rank 1\] {rate}", done.stderr), done.stderr

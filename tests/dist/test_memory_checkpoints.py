@@ -200,7 +200,10 @@ def test_copies_replace_a_lost_node_on_any_layout(ranks: Any, tmp_path: Path) ->
         assert found in again(*fewer, nodes=nodes, change=change)
         for line, expected in zip(figures(tmp_path / "run"), whole, strict=True):
             assert line == pytest.approx(expected, rel=1e-5), change.__name__
-    why = "starting again at step 0, because no checkpoint is on disk, and of step 6, memory lacks the share of rank 0"
+    why = (
+        "starting over at step 0, because no checkpoint is on disk, and the checkpoint of step 6 in memory lacks the "
+        "share of rank 0"
+    )
     assert why in again(*fewer, nodes="ab", change=lose_both_copies)
     assert record(tmp_path / "run")["resumed_from"] == {"run": str(tmp_path / "run"), "step": 0, "source": "disk"}
     assert len(figures(tmp_path / "run")) == STEPS
@@ -213,7 +216,7 @@ def test_the_disk_is_used_if_memory_has_no_newer_step_and_it_is_said(ranks: Any,
     assert [each.step for each in all_in(tmp_path / "run")] == [5]
     shutil.rmtree(tmp_path / "memory")
     output = job.launch(step=9).stdout + job.launch().stdout
-    assert "step-00000005 at step 5, because memory has none of this run's" in output
+    assert "step-00000005 at step 5, because no checkpoint of this run is in memory" in output
     assert "resumed from memory at step 8; the newest checkpoint on disk is of step 5" in output
     assert len(re.findall("without copies, because all ranks are on one node", output)) == 2
     assert not list(tmp_path.glob("memory/*/*/*"))

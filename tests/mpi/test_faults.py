@@ -138,7 +138,7 @@ def test_an_island_that_is_lost_joins_again(start: Start, alone: Callable[..., N
     every = ["train.checkpoint_interval=2", "train.keep_checkpoints=1000"]
     words, parts = lose_a_node_until_it_is_back(start, tmp_path, "train.backend=diloco", "backend.sync_every=4", *every)
     run, log = soak_runs.figures(tmp_path / "run"), (tmp_path / "run" / "log.txt").read_text()
-    assert "the checkpoint is of 2 islands, and 1 continue it" in log
+    assert "the checkpoint has 2 islands, this run has 1" in log
     for ranks, part in ((1, parts[1]), (2, parts[2])):
         begin, end, again = part["resumed_from"]["step"], part["steps"], tmp_path / f"again-{ranks}"
         own = [f"train.resume={tmp_path}/run/checkpoints/step-{begin:08d}", f"hydra.run.dir={again}"]

@@ -213,7 +213,7 @@ def test_warnings_of_other_ranks_carry_their_rank(ranks: Any, tmp_path: Path) ->
 def test_sweep_inside_ranks_is_refused(ranks: Any) -> None:
     done = ranks(2, "-m", "wordrun", "-m", "data=sample", "train.seed=1,2", under="fork")
     assert done.returncode == 2
-    assert done.stderr.count("call it without launch") == 1
+    assert done.stderr.count("run it without launch") == 1
 
 
 def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_model_without_an_estimate_has_no_budget(tmp_path: Path) -> None:
 def test_offloading_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     cfg = compose([*SMALL, "train.device=auto", "train.activation_offload=true", f"hydra.run.dir={tmp_path}/run"])
-    with pytest.raises(ConfigError, match="this run is on CPUs, where they are already there"):
+    with pytest.raises(ConfigError, match="this run is on CPUs, where they are in host memory"):
         wordrun.Trainer(cfg, wordrun.dist.World(device="cpu"))
 
 

@@ -413,7 +413,7 @@ def test_initial_weights_from_another_run(whole: Path, small: Words, tmp_path: P
     trainer = train([*words, "train.log_interval=1"], tmp_path / "run")
     assert trainer.start.step == 0
     assert read(tmp_path / "run")[0]["loss"] < read(whole)[0]["loss"] - 0.01
-    with pytest.raises(ConfigError, match=r"(?s)is not a model=nano:\n  blocks\.1\.attention"):
+    with pytest.raises(ConfigError, match=r"(?s)do not fit model=nano:\n  blocks\.1\.attention"):
         Trainer(wordrun.compose([*words, "model.n_layer=2"]))
 
 
@@ -441,7 +441,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         assert trainer.step == 9
     assert find(copy).step == 9  # which warns, too
     assert re.search(
-        rf"step-00000012 is damaged: {re.escape(name)}.*; (trying the previous one|taking the one before it)",
+        rf"step-00000012 is damaged: {re.escape(name)}.*; trying the previous one",
         caplog.text,
     )
 

@@ -72,7 +72,7 @@ def test_it_keeps_what_is_faster_and_a_resumed_run_keeps_it_too(
     assert " ms a step instead of " in line
     again, noted, _ = run(words, tmp_path / "run", "train.resume=auto", f"train.max_iters={ENOUGH + 2}")
     assert is_compiled(again) == pays
-    assert noted == {"compiled": pays, "reason": "as before the checkpoint"}
+    assert noted == {"compiled": pays, "reason": "as decided before the checkpoint"}
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_local_hugging_face_data_set_is_read(form: str, tmp_path: Path, monkey
     items = source.items()
     assert len(items) == 3
     assert [document.text for item in items for document in source.documents(item)] == TEXTS
-    with pytest.raises(ConfigError, match=r"no column data\.text_key=content, but"):
+    with pytest.raises(ConfigError, match=r"no column data\.text_key=content, only"):
         locate(TextConfig("mine", "hf", dataset=str(folder), text_key="content")).items()
 
 

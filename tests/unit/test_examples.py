@@ -254,11 +254,11 @@ def test_losses_and_metrics_that_are_wrong_are_refused(own: Config, monkeypatch:
     right = Line.losses
     wanted = r"model=line \(.*\): losses\(batch\) should return .*, a floating-point tensor of shape \[16\] on cpu: "
     wrong: dict[str, Callable[[torch.Tensor], Any]] = {
-        r"one of shape \[\] ": torch.mean,
-        r"one of shape \[15\] ": lambda losses: losses[1:],
-        r"one of shape \[16\] and torch.int64": torch.Tensor.long,
+        r"a torch.float32 tensor of shape \[\] ": torch.mean,
+        r"a torch.float32 tensor of shape \[15\] ": lambda losses: losses[1:],
+        r"a torch.int64 tensor of shape \[16\] ": torch.Tensor.long,
         "on meta": lambda losses: losses.to("meta"),
-        r"one that does not depend on the weights \(was it detached\?\)": torch.Tensor.detach,
+        r"a tensor that does not depend on the weights \(was it detached\?\)": torch.Tensor.detach,
         "float": lambda losses: 1.0,
     }
     with wordrun.Trainer(own) as trainer:
@@ -272,9 +272,7 @@ def test_losses_and_metrics_that_are_wrong_are_refused(own: Config, monkeypatch:
     monkeypatch.setattr(Line, "losses", right)
     own.run_dir = "second"
     monkeypatch.setattr(sys.modules[__name__], "absolute_error", lambda options, outputs, batch: outputs.sum())
-    wrong = (
-        r"metrics=absolute_error .*should return a value for each example, a tensor of shape \[16\], not .* shape \[\]"
-    )
+    wrong = r"metrics=absolute_error .*should return one value per example, a tensor of shape \[16\], not .* shape \[\]"
     with wordrun.Trainer(own) as trainer, pytest.raises(UserError, match=wrong):
         trainer.train()
     assert not Path("second/metrics.jsonl").read_text()  # before the first step

@@ -70,10 +70,10 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
     save_run(Path("modern"), "model=modern", "model.ngram_rows=[9]", text=TEXT)
     assert main(["run=modern", "out=folder"]) == 1
     words = " ".join(f"model.{key}={value}" for key, value in plain.items())
-    assert "with the parts of model=modern: form=checkpoint exports it, and as a LL" in (
+    assert "with the parts of model=modern: export it with form=checkpoint; only a m" in (
         said := capsys.readouterr().err
     )
-    assert f"only a model trained with {words}\n" in said
+    assert f"only a model with {words} can be exported as a LLaMA or Qwen3\n" in said
     assert main(["run=modern", "out=folder", "form=checkpoint"]) == 0
     ours = save_run(Path("plain"), "model=modern", *words.split(), text=TEXT)
     assert main(["run=plain", "out=theirs"]) == 0

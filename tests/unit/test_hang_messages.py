@@ -192,7 +192,7 @@ def test_a_hang_is_reported_before_the_collective_fails(tmp_path: Path) -> None:
             assert one.limit == 240
         assert failing.reason(ValueError("late")) == "ValueError: late"
         one.reported = tmp_path / "hang-1.txt"
-        assert failing.reason(ValueError("late")) == "ValueError: late; before that a hang: hang-1.txt"
+        assert failing.reason(ValueError("late")) == "ValueError: late; a hang was reported before: hang-1.txt"
         one.mark(1)
         assert watch.reported() is None
     finally:

@@ -114,7 +114,9 @@ def test_the_averaged_weights_are_evaluated_exported_and_generate(
     cfg = wordrun.compose(small(f"train.init_from={out}", f"hydra.run.dir={tmp_path}/on"))
     with Trainer(cfg) as trainer:
         assert trainer.evaluate() == pytest.approx(measured[-1], rel=1e-6)
-    with pytest.raises(ConfigError, match=r"weights=emma: .*step-00000008 has model, ema \(hooks=\[ema\]\)"):
+    with pytest.raises(
+        ConfigError, match=r"weights=emma: .*step-00000008 has only model, ema \(runs with hooks=\[ema\]"
+    ):
         export(ExportConfig(run=str(folder), weights="emma", out=str(tmp_path / "none")))
 
 

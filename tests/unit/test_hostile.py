@@ -111,7 +111,7 @@ def test_torchs_index_contains_nothing_but_records(tmp_path: Path) -> None:
         for start in (f"c{module}\n{name}\n", f"\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93"):
             with pytest.raises(pickle.UnpicklingError, match="does not belong there"):
                 torch_format.parse((start + ")R.").encode("latin-1"))
-    with pytest.raises(pickle.UnpicklingError, match="numbers an object"):
+    with pytest.raises(pickle.UnpicklingError, match="refers to object number"):
         torch_format.parse(b"Nr\xff\xff\xff\xf0.")
 
 

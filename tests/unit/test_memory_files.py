@@ -208,7 +208,7 @@ def test_memory_that_cannot_be_used_is_refused_with_the_figures(
         trained(words)
     monkeypatch.setenv("WORDRUN_SHM", str(tmp_path))
     monkeypatch.setattr(NodeMemory, "room", lambda self: 100)
-    figures = r"need \d+\.\d MiB in .*, twice while the next one is written\), and 0\.0 MiB are free; set it to 0"
+    figures = r"need \d+\.\d MiB in .*, twice while the next one is written\), but only 0\.0 MiB are free; set it to 0"
     with pytest.raises(ConfigError, match=figures):
         trained(words)
 
@@ -238,14 +238,16 @@ def test_a_run_that_goes_on_without_room_warns_once_until_there_is_some(
     monkeypatch.setattr(NodeMemory, "free", lambda self: next(free, 2**40))
     monkeypatch.setattr(NodeMemory, "room", lambda self: 100)
     stops = [*words, "train.max_iters=10", "train.on_save_error=stop"]
-    with pytest.raises(ConfigError, match=r"and 0\.0 MiB are free"):
+    with pytest.raises(ConfigError, match=r"but only 0\.0 MiB are free"):
         trained(stops)
     capsys.readouterr()
     trained([*words, "train.max_iters=10"])
     said = capsys.readouterr().out
-    assert said.count("0.0 MiB are free; training continues without, and tries again every 2 steps") == 1
+    assert (
+        said.count("0.0 MiB are free; training continues without checkpoints in memory, and retries every 2 steps") == 1
+    )
     assert said.count("are free") == 1
-    assert "checkpoints in memory are kept again, beginning with step 8" in said
+    assert "checkpoints are kept in memory again, from step 8 on" in said
 
 
 def test_what_ended_runs_have_left_makes_room_for_a_share(memory: Any, tmp_path: Path) -> None:

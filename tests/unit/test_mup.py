@@ -183,7 +183,7 @@ def test_transformers_and_plain_models_compute_the_same(words: list[str], save_r
         weights = mup.suited(find(Path("run")).weights(), ours.cfg, plain)
         model.load_state_dict(dict(weights), strict=False)
         torch.testing.assert_close(model.eval()(tokens), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ConfigError, match=r"computes other logits than model\.mup=true here"):
+    with pytest.raises(ConfigError, match=r"computes different logits than model\.mup=true here"):
         mup.suited({}, plain, ours.cfg)
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_folded_is_refused(save_run: SaveRun, capsys: pytest.Capt
     words = ["model=modern", "model.mlp=swiglu", "model.embed_norm=false", "model.softcap=0", "model.value_layers=[]"]
     save_run(Path("run"), *words, "model.mup=true", "model.mup_base_width=4", text=TEXT)
     assert main(["run=run", "out=folder"]) == 1
-    assert "and others need norm_weights=true" in capsys.readouterr().err
+    assert "other forms need model.norm_weights=true" in capsys.readouterr().err
 
 
 def test_weights_of_another_parametrization_are_refused(small: Callable[..., list[str]], save_run: SaveRun) -> None:

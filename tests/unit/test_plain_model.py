@@ -366,7 +366,7 @@ def test_hooks_and_other_parts_that_cannot_be_made_are_named_together(
     with pytest.raises(PartError) as caught:
         trained(own(Net, "metrics=[whole,fails]"))
     first, second = str(caught.value).splitlines()
-    assert first.startswith("metrics=whole (mine/parts.py:9) should return a value for each example, a tensor of shape")
+    assert first.startswith("metrics=whole (mine/parts.py:9) should return one value per example, a tensor of shape")
     assert second.startswith("metrics=fails (mine/parts.py:10): fails failed: KeyError")
 
 

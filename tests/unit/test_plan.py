@@ -566,4 +566,4 @@ def test_sequences_across_nodes_are_warned_of_with_what_they_cost(per_node: int,
     spread = (
         f"backend.cp=4 spans nodes, which have {per_node} ranks each: for attention, each rank sends {sent:.1f} MiB"
     )
-    assert said == (f"{spread} in a step; {fits} the ranks of a sequence on one node" if fits else "")
+    assert said == (f"{spread} per step; {fits} the ranks of a sequence on one node" if fits else "")

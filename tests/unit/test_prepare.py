@@ -313,7 +313,7 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
 
 def test_a_run_does_not_prepare_a_large_source(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(obtain, "AUTO_PREPARE", 1000)
-    with pytest.raises(UserError, match=r"not prepared .* and is large .*launch wordrun prepare data=text"):
+    with pytest.raises(UserError, match=r"not prepared .* and it is large .*launch wordrun prepare data=text"):
         obtain.obtain(config(texts), World())
 
 

@@ -148,7 +148,7 @@ def test_a_gpt_without_biases_takes_those_that_are_0(folder: Folders) -> None:
     weights = open_weights(path, replace(GPT, bias=False), V)
     assert set(weights) == set(meta_model(replace(GPT, bias=False), V).state_dict())
     save_file(file, path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has model.bias=true, and model=nano has false\n.*: model.bias=true$"):
+    with pytest.raises(ConfigError, match=r"has model.bias=true, but model=nano has false\n.*: model.bias=true$"):
         open_weights(path, replace(GPT, bias=False), V)
 
 
@@ -162,12 +162,12 @@ def test_all_options_that_differ_are_named_at_once(folder: Folders) -> None:
     path = folder("llama")
     wrong = replace(LLAMA, n_layer=3, n_kv_head=4, rope_theta=1e4, norm_eps=1e-6, tie=True, block_size=99)
     assert refused(path, wrong, 65).splitlines() == [
-        f"{path} has model.n_layer=2, and model=llama_debug has 3",
-        f"{path} has model.vocab_size=61, and model=llama_debug has 65",
-        f"{path} has model.n_kv_head=2, and model=llama_debug has null",
-        f"{path} has model.rope_theta=500000.0, and model=llama_debug has 10000.0",
-        f"{path} has model.norm_eps=1e-05, and model=llama_debug has 1e-06",
-        f"{path} has model.tie=false, and model=llama_debug has true",
+        f"{path} has model.n_layer=2, but model=llama_debug has 3",
+        f"{path} has model.vocab_size=61, but model=llama_debug has 65",
+        f"{path} has model.n_kv_head=2, but model=llama_debug has null",
+        f"{path} has model.rope_theta=500000.0, but model=llama_debug has 10000.0",
+        f"{path} has model.norm_eps=1e-05, but model=llama_debug has 1e-06",
+        f"{path} has model.tie=false, but model=llama_debug has true",
         "use the options of these weights: model.n_layer=2 model.vocab_size=61 model.n_kv_head=2 "
         "model.rope_theta=500000.0 model.norm_eps=1e-05 model.tie=false",
     ]
@@ -178,12 +178,12 @@ def test_all_options_that_differ_are_named_at_once(folder: Folders) -> None:
 def test_another_model_is_named_with_the_options_that_make_it(folder: Folders) -> None:
     path = folder("gpt2")
     said = refused(path, LLAMA)
-    assert f"{path} holds a GPT-2, which model=llama_debug is not\n" in said
+    assert f"{path} holds a GPT-2, but model=llama_debug is not one\n" in said
     assert said.endswith(
         "model=gpt2 model.block_size=24 model.n_layer=2 model.n_head=4 model.n_embd=32 model.vocab_size=61 "
         "model.bias=true model.gelu=tanh"
     )
-    assert "holds a LLaMA, which model=nano is not" in refused(folder("llama"), GPT)
+    assert "holds a LLaMA, but model=nano is not one" in refused(folder("llama"), GPT)
 
 
 def test_a_window_matters_only_if_sequences_exceed_it(folder: Folders) -> None:
@@ -202,8 +202,8 @@ def test_weights_that_are_not_those_of_config_json_are_named(folder: Folders) ->
     file["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
     save_file(file, path / "model.safetensors")
     assert refused(path, replace(LLAMA, n_layer=5)).splitlines()[2:] == [
-        f"{path}: model.layers.1.mlp.up_proj.weight is our blocks.1.mlp.up.weight, (48, 30) in the checkpoint, "
-        "but (48, 32) in model=llama_debug",
+        f"{path}: model.layers.1.mlp.up_proj.weight (our blocks.1.mlp.up.weight) has the shape (48, 30) in the "
+        "checkpoint, but (48, 32) in model=llama_debug",
         f"{path}: the checkpoint has model.layers.2.mlp.up_proj.weight, but model=llama_debug does not",
         f"{path}: the checkpoint has no model.norm.weight, but model=llama_debug does",
     ]
@@ -213,29 +213,30 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
     path = folder("llama")
     (path / "config.json").unlink()
     assert len(open_weights(path, LLAMA, V)) == len(meta_model(LLAMA, V).state_dict())
-    assert "is our tokens.weight, (61, 32) in the checkpoint, but (65, 32) in model=" in refused(path, LLAMA, 65)
+    wrong = "(our tokens.weight) has the shape (61, 32) in the checkpoint, but (65, 32) in model="
+    assert wrong in refused(path, LLAMA, 65)
     assert "but (24, 32)" not in refused(path, replace(LLAMA, n_layer=1))
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3), "),
-        ("gpt2", {"activation_function": "relu"}, "activation_function=relu, and model=gpt2 can only be activation_f"),
-        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, and model=gpt2 can only be n_inner=128\n"),
-        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and model=gpt2 can only"),
-        ("llama", {"attention_bias": True}, "attention_bias=True, and model=llama_debug can only be"),
-        ("llama", {"head_dim": 16}, "has model.head_size=16, and model=llama_debug has null"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "can only be rope_parameters={'rope_type': 'default'} or "
-            "{'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embedd"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "can only be"),
-        ("qwen2", {"use_sliding_window": True}, "has use_sliding_window=True, and model=llama_debug can only be use_s"),
-        ("gemma3_text", {"query_pre_attn_scalar": 99}, "and model=gemma3_1b can only be query_pre_attn_scalar=12"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "can only be attn_logit_softcapping=None"),
-        ("gemma3_text", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "can only be layer_types=sl"),
+        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun supports gpt2 (GPT-2), llama (LLaMA), qwen3 (Q"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function=relu, but model=gpt2 supports only activat"),
+        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, but model=gpt2 supports only n_inner=128"),
+        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, but model=gpt2 supports"),
+        ("llama", {"attention_bias": True}, "attention_bias=True, but model=llama_debug supports only"),
+        ("llama", {"head_dim": 16}, "has model.head_size=16, but model=llama_debug has null"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "supports only rope_parameters={'rope_type': 'default'} "
+            "or {'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embed"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "supports only"),
+        ("qwen2", {"use_sliding_window": True}, "has use_sliding_window=True, but model=llama_debug supports only u"),
+        ("gemma3_text", {"query_pre_attn_scalar": 99}, "but model=gemma3_1b supports only query_pre_attn_scalar=12"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "supports only attn_logit_softcapping=None"),
+        ("gemma3_text", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "supports only layer_types="),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "{'rope_t"),
-        ("gpt2", {"model_type": "gemma2"}, "of type gemma2; wordrun has gpt2 (GPT-2), llama (LLaMA), qwen3 (Qwen3), "),
-        ("llama", {"hidden_size": None}, "does not say 'hidden_size'"),
+        ("gpt2", {"model_type": "gemma2"}, "of type gemma2; wordrun supports gpt2 (GPT-2), llama (LLaMA), qwen3 (Q"),
+        ("llama", {"hidden_size": None}, "lacks the required key 'hidden_size'"),
     ],
 )  # fmt: skip
 def test_models_that_wordrun_does_not_have_are_refused(
@@ -251,7 +252,7 @@ def test_damaged_folders_are_named(folder: Folders, tmp_path: Path) -> None:
     path = folder("gpt2")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert refused(path, GPT).startswith(f"{file} is damaged, or no file of weights: ")
+    assert refused(path, GPT).startswith(f"{file} is damaged, or is not a weights file: ")
     file.unlink()
     assert refused(path, GPT).startswith(f"{path} has no weights: neither model.safetensors nor pytorch_model.bin")
     (path / "pytorch_model.bin").write_bytes(b"nothing")
@@ -259,7 +260,7 @@ def test_damaged_folders_are_named(folder: Folders, tmp_path: Path) -> None:
     their_model("gpt2").save_pretrained(path, max_shard_size="16KB")
     shards = sorted(path.glob("model-*.safetensors"))
     shards[1].unlink()
-    assert refused(path, GPT) == f"{path} lacks {shards[1].name}, which model.safetensors.index.json names"
+    assert refused(path, GPT) == f"{path} lacks {shards[1].name}, which model.safetensors.index.json lists"
 
 
 # Where the folder comes from

@@ -258,7 +258,7 @@ def test_nanogpts_characters_are_found_beside_its_tokens(tmp_path: Path) -> None
     words, train, _ = open_foreign(data, TokenizerConfig("char"), World())
     assert words.decode(train[:]) == text
     (tmp_path / "input.txt").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer=char is made from a text.*meta\.pkl is a pickle.*is not read"):
+    with pytest.raises(ConfigError, match=r"tokenizer=char is built from text.*meta\.pkl is a pickle.*is not read"):
         open_foreign(data, TokenizerConfig("char"), World())
 
 

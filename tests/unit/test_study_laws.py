@@ -181,5 +181,5 @@ def test_the_hook_measures_the_columns_of_the_study(small: Any, tmp_path: Path) 
     assert 0 < first < last, "the first step is taken at half the learning rate"
     after = [coord_page._after(tmp_path, [{"run_dir": "."}], step) for step in (1, 2)]
     assert [float(row["change/blocks.0"]) for (row,) in after] == pytest.approx([first, last], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"needs whole layers: use train\.backend=DDP"):
+    with pytest.raises(ConfigError, match=r"needs unsplit layers: use train\.backend=DDP"):
         wordrun.Trainer(wordrun.compose([*words[:-1], "train.compile=true"]))

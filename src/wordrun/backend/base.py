@@ -31,7 +31,7 @@ MakeModel = Callable[..., Any]
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 Hold = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
-"""Copies the shards of a rank, with what its file says of all tensors; returns what completes the file."""
+"""Copies a rank's shards and the description of all tensors into its file; returns a function that completes it."""
 Bring = Callable[[Iterable[str]], None]
 Options = TypeVar("Options", bound=BackendConfig)
 
@@ -62,7 +62,7 @@ class BackendSpec:
     step: int = 0
     """The step at which the run starts."""
     mesh: DeviceMesh | None = None
-    """Of all ranks, if ``layout`` is that of a part of them; None: it has all ranks."""
+    """The mesh of all ranks, if ``layout`` covers only a part of them; None: it covers all."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -164,16 +164,16 @@ class Backend(Protocol):
 
 
 def require_shards(folder: Path, facts: Mapping[str, Any], *, on_islands: bool) -> None:
-    """Raise a ConfigError unless ranks, which may be ``on_islands``, can continue the checkpoint ``folder``."""
+    """Raise a ConfigError unless ranks, which may be ``on_islands``, can resume from the checkpoint ``folder``."""
     if facts["kind"] == "deepspeed":
         raise ConfigError(
-            f"{folder} was written by DeepSpeed's engine, which this backend cannot continue: use "
-            f"train.backend=deepspeed, or its weights only by train.init_from={folder}"
+            f"{folder} was written by DeepSpeed's engine, so this backend cannot resume from it: use "
+            f"train.backend=deepspeed, or load only its weights with train.init_from={folder}"
         )
     if facts.get("between") and not on_islands:
         raise ConfigError(
-            f"{folder} was saved between two exchanges of {facts['islands']} islands, which have weights of their own: "
-            "resume with train.backend=diloco, or from a checkpoint of a step that ends with an exchange, or start "
+            f"{folder} was saved between two exchanges of {facts['islands']} islands, whose weights differ then: "
+            "resume with train.backend=diloco, resume from a checkpoint of a step that ends with an exchange, or start "
             f"from its outer weights with train.init_from={folder}"
         )
 
@@ -190,9 +190,9 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
         right = right and size in ("B", len(losses))
         if right and (losses.requires_grad or not torch.is_grad_enabled()):
             return losses
-        found = f"one of shape {list(losses.shape)} and {losses.dtype} on {losses.device.type}"
+        found = f"a {losses.dtype} tensor of shape {list(losses.shape)} on {losses.device.type}"
         if right:
-            found = "one that does not depend on the weights (was it detached?)"
+            found = "a tensor that does not depend on the weights (was it detached?)"
     raise UserError(
         f"{part_of('model', options)}: losses(batch) should return the loss of each example, a floating-point "
         f"tensor of shape [{size}] on {device.type}: it returned {found}"

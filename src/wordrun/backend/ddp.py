@@ -53,7 +53,7 @@ class DDPBackend(NativeBackend):
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
             replica.register_comm_hook(self.group, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI's communicator has all
+        elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI's has all ranks
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
             replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
         if not options.static_graph:  # torch records a static graph in the first pass, so that must be a real one

@@ -158,14 +158,14 @@ class DeepSpeedBackend:
         """Restore the training state from the engine's files."""
         if facts["kind"] != "deepspeed":
             raise ConfigError(
-                f"{folder} was not written by DeepSpeed's engine, which cannot continue it: use another "
-                f"train.backend, or its weights only by train.init_from={folder}"
+                f"{folder} was not written by DeepSpeed's engine, which cannot resume from it: use another "
+                f"train.backend, or load only its weights with train.init_from={folder}"
             )
         if facts["ranks"] != self.spec.world.size or facts["stage"] != self.stage:
             raise ConfigError(
-                f"{folder} was written by DeepSpeed's stage {facts['stage']} on {facts['ranks']} ranks, and can be "
-                f"continued only like that, not by stage {self.stage} on {self.spec.world.size}: change them, or use "
-                f"its weights only by train.init_from={folder}"
+                f"{folder} was written with ZeRO stage {facts['stage']} on {facts['ranks']} ranks, and DeepSpeed can "
+                f"resume it only with the same, not with stage {self.stage} on {self.spec.world.size}: change them, or "
+                f"load only its weights with train.init_from={folder}"
             )
         with compat_deepspeed.deepspeed_reads_data_only():
             self.engine.load_checkpoint(str(folder), tag=ENGINE)

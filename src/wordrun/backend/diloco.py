@@ -1,9 +1,9 @@
-"""DiLoCo (Douillard et al. 2023): islands of ranks train alone, and exchange weights every ``sync_every`` steps.
+"""DiLoCo (Douillard et al. 2023): islands of ranks train independently, and exchange weights every few steps.
 
-Each island takes steps of the inner backend and optimizer. In an exchange, the mean over the islands of what has
-changed since the last one is the gradient of an outer step, SGD with Nesterov momentum; all islands continue from its
-result. With several fragments (streaming DiLoCo, Douillard et al. 2025), parts of the weights are exchanged at
-different steps.
+Each island takes steps of the inner backend and optimizer. In an exchange, every ``sync_every`` steps, the
+change of the weights since the last one, averaged over the islands, is the gradient of an outer step, SGD with Nesterov
+momentum; all islands continue from its result. With several fragments (streaming DiLoCo, Douillard et al. 2025), parts
+of the weights are exchanged at different steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Islands(NativeBackend):
     options_of_islands: DilocoConfig
     islands: int
     island: int
-    """This rank's."""
+    """This rank's island."""
     across: Any
     """Process group of the ranks that hold the same shards on each island."""
     all_ranks: Layout
@@ -113,7 +113,7 @@ class Islands(NativeBackend):
                 gradient = gradient.add(momentum, alpha=keep)
             if o.is_floating_point():
                 o.sub_(gradient, alpha=self.rates.get(name, 1.0))
-            else:  # counters, which are alike
+            else:  # counters, the same on all islands
                 o.copy_(i)
             i.copy_(o)
 
@@ -169,13 +169,13 @@ class Islands(NativeBackend):
     def stored(self, folder: Path, facts: dict[str, Any]) -> dict[str, StoredTensor]:
         """Return the tensors of the checkpoint ``folder``: the island's own ones in place of the shared ones.
 
-        There may be another number of islands. Further ones begin with the outer weights, and with the optimizer state
-        of the island with their number modulo the number of islands in the checkpoint; the others continue, and what
-        those that are missing have learned since the last exchange is left out of the next mean.
+        The number of islands may have changed. Additional ones begin with the outer weights, and with the optimizer
+        state of the island with their number modulo the number of islands in the checkpoint. The others continue. What
+        a removed island has learned since the last exchange is lost.
         """
         saved, found = facts.get("islands", 1), index.load(folder)
         if saved not in (1, self.islands):
-            LOGGER.info("the checkpoint is of %d islands, and %d continue it", saved, self.islands)
+            LOGGER.info("the checkpoint has %d islands, this run has %d", saved, self.islands)
         prefix = f"island.{self.island % saved}."
         weights = prefix + "model."
         own = {
@@ -205,7 +205,7 @@ class Islands(NativeBackend):
 
 
 def fragments(names: Iterable[str], count: int) -> list[list[str]]:
-    """Deal whole blocks, and other modules, to ``count`` fragments in turn; return the names in each."""
+    """Deal blocks, and other modules, to ``count`` fragments in turn; return the names in each."""
     found: list[list[str]] = [[] for _ in range(count)]
     numbers: dict[str, int] = {}
     for name in names:

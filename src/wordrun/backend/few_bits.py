@@ -37,8 +37,8 @@ def pack(rows: Tensor, bits: int) -> Tensor:
     """Return each of ``rows`` (R, N), N a multiple of ``BLOCK``, as bytes: the integers, then the scales."""
     blocks = rows.view(len(rows), -1, BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True) / MOST[bits]
-    whole = (blocks / torch.where(scales == 0, 1, scales)).round().clamp(-MOST[bits], MOST[bits])
-    integers = (whole + 128 if bits == 8 else whole + 8).to(torch.uint8).flatten(1)
+    rounded = (blocks / torch.where(scales == 0, 1, scales)).round().clamp(-MOST[bits], MOST[bits])
+    integers = (rounded + 128 if bits == 8 else rounded + 8).to(torch.uint8).flatten(1)
     if bits == 4:
         integers = integers[:, ::2] | integers[:, 1::2] << 4
     return torch.cat([integers, scales.flatten(1).contiguous().view(torch.uint8)], 1)
@@ -50,5 +50,5 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     integers, scales = packed[:, : count * BLOCK * bits // 8], packed[:, count * BLOCK * bits // 8 :]
     if bits == 4:
         integers = torch.stack((integers & 15, integers >> 4), -1).flatten(1)
-    whole = integers.view(len(packed), count, BLOCK).float() - (128 if bits == 8 else 8)
-    return (whole * scales.contiguous().view(torch.float32).view(len(packed), count, 1)).flatten(1)
+    rounded = integers.view(len(packed), count, BLOCK).float() - (128 if bits == 8 else 8)
+    return (rounded * scales.contiguous().view(torch.float32).view(len(packed), count, 1)).flatten(1)

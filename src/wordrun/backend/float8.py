@@ -15,9 +15,9 @@ from torch import nn
 from wordrun.errors import ConfigError
 
 MULTIPLE = 16
-"""What float8 products need both sides of a weight to be a multiple of."""
+"""Float8 products need both dimensions of a weight to be multiples of this."""
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
-"""NVIDIA's compute capability from which torch has the products: Ada, and Hopper for a scale for each row."""
+"""The lowest NVIDIA compute capability for which torch has the products: Ada; Hopper for a scale for each row."""
 
 
 def require(recipe: str, device: torch.device) -> None:
@@ -30,7 +30,7 @@ def require(recipe: str, device: torch.device) -> None:
             return
         have = f"this {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
     raise ConfigError(
-        f"train.float8={recipe} needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} or higher, and "
+        f"train.float8={recipe} needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} or higher, but "
         f"{have}: use train.float8=none"
     )
 
@@ -41,7 +41,7 @@ def convert(block: nn.Module, recipe: str) -> None:
     if not found:
         sizes = {f"{m.in_features} x {m.out_features}" for m in block.modules() if isinstance(m, nn.Linear)}
         raise ConfigError(
-            f"train.float8={recipe} needs linear layers whose sizes are multiples of {MULTIPLE}, and the blocks of "
+            f"train.float8={recipe} needs linear layers whose sizes are multiples of {MULTIPLE}, but the blocks of "
             f"this model have {', '.join(sorted(sizes)) or 'no linear layer'}: use train.float8=none, or another "
             "model.n_embd"
         )
@@ -70,6 +70,6 @@ def torchao(module: str) -> Any:
         return importlib.import_module(f"torchao.{module}")
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"train.float8 needs a torchao for torch {torch.__version__} ({error}): pip install 'wordrun[float8]', or "
-            "'torchao<0.14' for torch 2.8"
+            f"train.float8 needs a torchao that fits torch {torch.__version__} ({error}): pip install "
+            "'wordrun[float8]', or 'torchao<0.14' for torch 2.8"
         ) from None

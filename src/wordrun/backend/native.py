@@ -39,7 +39,7 @@ class NativeBackend:
         self.device, self.dtype = spec.device, spec.dtype
         self.layout, self.rank, self.ranks = spec.layout, spec.world.rank, spec.world.size
         self.group = spec.mesh.get_group("replicate") if spec.mesh else dist.group.WORLD
-        """The process group of a layout with copies only."""
+        """The process group of a layout that only replicates."""
         self.copies = shards.HostCopies()
         self.parts, self.model_options = parts, spec.cfg.model
         self.parameters = [p for part in parts for p in part.parameters()]
@@ -77,7 +77,7 @@ class NativeBackend:
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
-            if not self.alone:  # what follows is waiting for other ranks
+            if not self.alone:  # the rest is spent waiting for other ranks
                 compat.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
             clock.lap("backward" if self.alone else "communication")
@@ -279,12 +279,12 @@ class NativeBackend:
         self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor], bring: Bring | None,
         files: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        """Fill this rank's shards of ``tensors`` with the values in ``folder``; it will also need ``files`` of it."""
+        """Fill this rank's shards of ``tensors`` with the values in ``folder``; ``files`` of it will be needed, too."""
         unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
         if bring is not None:
             bring({*shards.needed(folder, tensors | unpadded, stored), *files})
         for name, shard in unpadded.items():
-            local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step spoils the padding too
+            local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step also corrupts the padding
         shards.read(folder, tensors | unpadded, stored)
 
     def stored(self, folder: Path, facts: dict[str, Any]) -> dict[str, StoredTensor]:
@@ -300,14 +300,14 @@ class NativeBackend:
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of the initial ``weights``, reading one unsharded tensor at a time."""
         for name, tensor in [*self.named_parameters(), *self.buffers()]:
-            if name not in weights:  # a buffer that is newer, or an addition of LoRA
+            if name not in weights:  # a buffer that the checkpoint's version lacked, or an addition of LoRA
                 continue
             shard = shards.shard_of(name, tensor, self.unpadded_rows.get((name, tensor.shape)))
             window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))
             shard.data.copy_(weights[name][window])
 
     def compile(self, *, on: bool) -> None:
-        """Compile the model, as train.compile_scope says, from the next pass on, or no longer."""
+        """Compile the model from the next pass on, as train.compile_scope says, or stop using compiled code."""
         options = compile_options(self.device, self.layout)
         for part in self.parts:
             if on:

@@ -35,10 +35,10 @@ class PipelineBackend(FSDPBackend):
     def __init__(self, spec: BackendSpec) -> None:
         cfg, options, pp = spec.cfg, spec.options_of(PPConfig), spec.layout.pp
         if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
-            wrong = f"in a pipeline needs torch 2.11; its gradients would be wrong with {torch.__version__}"
+            wrong = f"in a pipeline needs torch 2.11 or newer; torch {torch.__version__} would compute wrong gradients"
             raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")
         if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
-            wrong = f"on CPUs needs torch 2.12, not {torch.__version__}"
+            wrong = f"on CPUs needs torch 2.12 or newer, not {torch.__version__}"
             raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")
         self.count = options.stages(pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
@@ -82,8 +82,8 @@ class PipelineBackend(FSDPBackend):
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's gradient shards; a weight that two stages share counts only in the first."""
-        again = self.parts[-1].head.weight if self.tied and self.parts[-1].is_last else None
-        return [p.grad for p in self.parameters if p.grad is not None and p is not again]
+        second = self.parts[-1].head.weight if self.tied and self.parts[-1].is_last else None
+        return [p.grad for p in self.parameters if p.grad is not None and p is not second]
 
     def named_parameters(self, *, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters; an output layer tied to the embedding has the embedding's name."""

@@ -13,10 +13,10 @@ from wordrun.config import Config
 from wordrun.log import LOGGER
 
 GAIN = 1.25
-"""bf16 is used where a product is at least this many times faster with it: those that compute it reach 2 to 4 from a
-width of 128 on, those that emulate it 0.01, so two starts of a run do not differ."""
+"""bf16 is used if a matrix product is at least this many times as fast in it. Processors with bf16 instructions reach 2
+to 4 from a width of 128 on, and those that emulate it 0.01, so the choice is the same at each start of a run."""
 ROWS, WIDTHS = 256, (256, 512)
-"""The size of that product: rows, and the least and the greatest width, so that it takes a few milliseconds."""
+"""The size of that product: rows, and the smallest and largest width, so that it takes a few milliseconds."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,10 +48,9 @@ def settled_dtype(cfg: Config, world: dist.World) -> str:
     if world.rank == 0 and fast_dtype(asked, device) == "bf16":
         gain = bf16_gain(getattr(cfg.model, "n_embd", None) or 0)
         if gain < GAIN:
-            message = (
-                "train.dtype=auto: fp32, because products of this model's size are only %.2g times as fast in bf16"
+            LOGGER.info(
+                "train.dtype=auto: fp32, because matrix products of this size are only %.2g times as fast in bf16", gain
             )
-            LOGGER.info(message, gain)
     return str(dist.share("bf16" if gain >= GAIN else "fp32", world))
 
 

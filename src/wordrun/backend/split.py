@@ -117,11 +117,11 @@ class Splitter:
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
         """Make each block prefetch the parameters of the next blocks, with their experts, in both passes."""
-        ahead = self.options.prefetch
+        count = self.options.prefetch
         units = [[unit for unit in block.modules() if isinstance(unit, FSDPModule)] for block in blocks]  # type: ignore[attr-defined]
         for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch([*chain(*units[i + 1 : i + 1 + ahead])])
-            block.set_modules_to_backward_prefetch([*chain(*units[max(0, i - ahead) : i][::-1])])
+            block.set_modules_to_forward_prefetch([*chain(*units[i + 1 : i + 1 + count])])
+            block.set_modules_to_backward_prefetch([*chain(*units[max(0, i - count) : i][::-1])])
 
 
 def check_shared(model: Model) -> None:
@@ -171,7 +171,7 @@ def total_norm(
     of_experts = [("expert_shard", "ep")] if experts_mesh else []
     for axes in (*of_experts, ("shard", "tp"), ("shard",), ("tp",), ()):
         over = experts_mesh if axes in of_experts and experts_mesh else mesh
-        # Of no tensors, torch's norm is on the CPU, and copying it would wait for the device.
+        # Without tensors, torch returns the norm on the CPU, and copying it would wait for the device.
         squares = nn.utils.get_total_norm(shards[axes]).to(device) ** 2 if axes in shards else torch.zeros_like(total)
         for axis in axes:
             if over[axis].size() > 1:

@@ -52,7 +52,7 @@ def compile_rest(model: Model, scope: str, options: Options = None) -> None:
 
 
 def compile_model(model: Model, scope: str, options: Options = None) -> None:
-    """Compile ``model`` as train.compile_scope, ``scope``, says."""
+    """Compile ``model`` with train.compile_scope=``scope``."""
     compile_rest(model, scope, options)
     if scope == "blocks":
         for block in model.blocks.children():
@@ -80,7 +80,7 @@ def prepare_block(block: Any, number: int, cfg: Config, options: Options = None)
     if cfg.train.activation_offload:
         block.forward = offloaded(block.forward, block)
     if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
-        compile_module(block, options)  # per block: they are alike, so torch compiles only one
+        compile_module(block, options)  # per block: they are identical, so torch compiles only one
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

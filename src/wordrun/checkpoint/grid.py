@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     dim: int
     shards: int
     stride: int
-    """By how much the ranks differ that hold neighbouring shards."""
+    """The difference between the ranks that hold neighbouring shards."""
 
     def step(self, box: Box) -> int:
         """Return the length of a shard of ``box`` along ``dim``."""

@@ -60,10 +60,10 @@ def hold(
         folder: an existing folder.
         shards: what this rank writes.
         rank: this rank.
-        tensors: where all shards are of the tensors, as in ``shards.write``.
+        tensors: where all shards of each tensor are, as in ``shards.write``.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is not enough space.
     """
     # The largest elements first, so that each tensor begins at a multiple of its element's size.
     ordered = sorted(shards, key=lambda shard: -shard.data.element_size())

@@ -36,7 +36,7 @@ MAX_CUTS = 3
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A part of a tensor, and its place on the disk."""
+    """A part of a tensor, and its location on disk."""
 
     file: str
     offset: tuple[int, ...]
@@ -74,7 +74,7 @@ class Listed:
     shards: Sequence[StoredShard]
 
     def overlapping(self, window: Box, shape: Sequence[int]) -> Iterator[StoredShard]:
-        """Yield all shards: who reads them compares each with its window."""
+        """Yield all shards: the reader compares each with its window."""
         yield from self.shards
 
 
@@ -103,7 +103,7 @@ class StoredTensor:
         return self.division.overlapping(window, self.shape)
 
     def empty(self) -> Tensor:
-        """Return an uninitialised tensor of this shape and type on the CPU, if the files are as large.
+        """Return an uninitialised tensor of this shape and type on the CPU, if the files are large enough.
 
         Raises:
             DamagedError: they are not.
@@ -144,7 +144,7 @@ def load(folder: Path) -> dict[str, StoredTensor]:
 def _tensor(name: str, facts: Mapping[str, Any], folder: Path) -> StoredTensor:
     shape, dtype = _sizes(facts["shape"]), getattr(torch, facts["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a type of tensors")
+        raise ValueError(f"{dtype!r} is not a dtype of torch")
     if "cuts" in facts:
         return StoredTensor(torch.Size(shape), dtype, _divided(name, facts, shape), folder)
     shards = []
@@ -171,7 +171,7 @@ def _divided(name: str, facts: Mapping[str, Any], shape: tuple[int, ...]) -> Div
         or last >= MAX_RANKS
         or any(cut.dim >= len(shape) or cut.shards < 1 or cut.stride < 1 for cut in cuts)
     ):
-        raise ValueError(f"{name} is not divided like this: {facts['cuts']!r:.60}")
+        raise ValueError(f"the division of {name} into shards is invalid: {facts['cuts']!r:.60}")
     return Divided(Grid(padded, tuple(cuts)), first)
 
 

@@ -167,7 +167,7 @@ def _shared(path: Path) -> int:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Lock a folder for a ``with`` block; yields False if a rank of a living run has it."""
+    """Lock a folder for a ``with`` block; yields False if a rank of a running job holds it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

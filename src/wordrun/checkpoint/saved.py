@@ -60,7 +60,7 @@ class Saved:
             which: model, or the name of a hook that has saved other values of some or all weights, such as ema.
 
         Raises:
-            UserError: the engine wrote them, and DeepSpeed is not installed; LoRA's base model is missing or another.
+            UserError: the engine wrote them, and DeepSpeed is not installed; LoRA's base model is missing or changed.
             ConfigError: the checkpoint has no values by the hook ``which``.
         """
         if self._is_engines and which == "model":
@@ -77,7 +77,10 @@ class Saved:
             own = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
             if not own:
                 there = dict.fromkeys(name.split(".")[1] for name in stored if name.startswith("hooks."))
-                raise ConfigError(f"weights={which}: {self.folder} has {', '.join(['model', *there])} (hooks=[ema])")
+                raise ConfigError(
+                    f"weights={which}: {self.folder} has only {', '.join(['model', *there])} (runs with hooks=[ema] "
+                    "also save averaged weights)"
+                )
             for name in own:
                 if name not in names or stored[own[name]].shape != stored[names[name]].shape:
                     raise DamagedError(f"{self.folder} is damaged: {own[name]} does not belong to the model")
@@ -88,7 +91,7 @@ class Saved:
         """Return the weights that LoRA adds to."""
         base, model = self.manifest["base"], meta_model(self.config.transformer, self.vocab_size)
         source, there = base["source"], base["source"].removeprefix("hf:")
-        remedy = f"{self.folder} holds LoRA's additions to {source}: put that model back there"
+        remedy = f"{self.folder} holds only LoRA's additions to {source}: put the original model back there"
         try:
             if source == there:
                 found = find(Path(there))
@@ -116,7 +119,7 @@ class Saved:
         if "model_arguments" in self.manifest:
             raise UserError(
                 f"{self.folder} was trained on data={self.config.data.name}, which is not text: it cannot generate "
-                "any, and only form=checkpoint can export it"
+                "text, and can be exported only with form=checkpoint"
             )
 
     def meta_model(self) -> Model:
@@ -137,7 +140,7 @@ class Saved:
                     raise ValueError(f"{name} is missing, or does not have the shape {list(weight.shape)}")
         except Exception as error:  # the config may contain anything
             where = f"{self.folder} is damaged: {folders.MANIFEST}"
-            raise DamagedError(f"{where}: its config is not the model's: {first_line(error)}") from None
+            raise DamagedError(f"{where}: its config does not match the weights: {first_line(error)}") from None
         return model
 
     @property
@@ -187,7 +190,7 @@ def find(run_dir: Path, which: str = "latest", *, check: bool = True) -> Saved:
         except DamagedError as error:
             if not candidates:
                 raise
-            LOGGER.warning("%s; taking the one before it", error)
+            LOGGER.warning("%s; trying the previous one", error)
 
 
 def _open(folder: Folder, check: bool) -> Saved:

@@ -101,10 +101,10 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Map
         held = sum(layout.index(rank, axis) * layout.stride(axis) for axis in alike)
         if writer == held:
             at = grid.box(rank).within(shard.shape)
-            assert shard.data.shape == at.shape, f"{name} is divided otherwise: {shard.data.shape}, not {at.shape}"
+            assert shard.data.shape == at.shape, f"{name} is divided differently: {shard.data.shape}, not {at.shape}"
             # Where there are more ranks than rows, some have none.
             if shard.data.numel() or not tensor.numel():
-                assert shard.offset == at.offset, f"{name} is divided otherwise: {shard.offset}, not {at.offset}"
+                assert shard.offset == at.offset, f"{name} is divided differently: {shard.offset}, not {at.offset}"
                 share.shards.append(shard)
     return share
 
@@ -159,14 +159,14 @@ def write(
         folder: the checkpoint.
         shards: what this rank writes.
         rank: this rank.
-        tensors: where all shards are of the tensors that ``write_index`` finds here; None: ``shards`` are complete.
+        tensors: where all shards of each tensor are, for ``write_index``; None: ``shards`` are complete tensors.
 
     Raises:
         OSError: they could not be written.
     """
     if tensors is None:
-        whole = {each.name: Divided(Grid(tuple(each.shape)), rank) for each in shards}
-        tensors = {each.name: StoredTensor(each.shape, each.data.dtype, whole[each.name]) for each in shards}
+        complete = {each.name: Divided(Grid(tuple(each.shape)), rank) for each in shards}
+        tensors = {each.name: StoredTensor(each.shape, each.data.dtype, complete[each.name]) for each in shards}
     mine = {shard.name: shard.data.contiguous() for shard in shards}
     described = {
         shard.name: {
@@ -276,7 +276,7 @@ class _Part:
     dtype: torch.dtype
     source: StoredShard
     window: tuple[slice, ...]
-    """The part's place in the stored shard."""
+    """The part's position in the stored shard."""
     into: Tensor
 
 

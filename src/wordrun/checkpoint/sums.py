@@ -14,7 +14,7 @@ from typing import Any
 
 UNSEALED = "0000000000"
 SEAL = re.compile(rb'"crc32":"(\d{10})"')
-# Bytes per read: they stay in the processor's cache until their checksum is made.
+# Bytes per read: they stay in the processor's cache until their checksum is computed.
 CHUNK = 2**20
 
 

@@ -61,7 +61,7 @@ def parse(content: bytes) -> dict[str, Any]:
     for opcode, argument, _ in pickletools.genops(content):
         # The memo is an array: an entry of a number near 2^32 would make it take 64 GiB.
         if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise pickle.UnpicklingError(f"it numbers an object {argument}")
+            raise pickle.UnpicklingError(f"it refers to object number {argument}, more than its size allows")
     facts = _Unpickler(io.BytesIO(content)).load().state
     tensors: dict[str, Any] = {}
     shapes: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -96,5 +96,7 @@ def read(path: Path, span: tuple[int, ...], shape: tuple[int, ...], dtype: torch
         archive = zipfile.ZipFile(io.BytesIO(file.read(length)))
     (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{entry.filename} at {offset} has {entry.file_size} bytes, which are not its tensor's")
+        raise ValueError(
+            f"{entry.filename} at {offset} is not its tensor's data: {entry.file_size} bytes, or compressed"
+        )
     return torch.frombuffer(bytearray(archive.read(entry)), dtype=dtype).reshape(shape)

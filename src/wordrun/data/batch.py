@@ -56,7 +56,7 @@ class Batch(TensorBatch):
         return replace(self, **moved)
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Return the batch: tokens are no factors, and ``scale`` is one of losses, which are in fp32."""
+        """Return the batch as it is: nothing in it is multiplied by weights, and ``scale`` multiplies fp32 losses."""
         return self
 
 

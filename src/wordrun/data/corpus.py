@@ -146,8 +146,9 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
         has_pickle = (folder / "meta.pkl").exists()
         pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)" if has_pickle else ""
         raise ConfigError(
-            f"tokenizer={cfg.name} is made from a text, and {folder} holds tokens: put the tokenizer.json that wordrun "
-            f"saved, or for tokenizer=char the text as input.txt, beside them{pickle}, or choose another tokenizer"
+            f"tokenizer={cfg.name} is built from text, but {folder} holds only tokens: put the tokenizer.json that "
+            f"wordrun saved, or for tokenizer=char the text as input.txt, beside them{pickle}, or choose another "
+            "tokenizer"
         )
     return gpt2_if_present(cfg) if isinstance(cfg, GPT2TokenizerConfig) else tokenizers.build(cfg)
 

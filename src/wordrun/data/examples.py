@@ -20,7 +20,7 @@ from wordrun.errors import ConfigError
 from wordrun.registry import Part
 
 Augment = Callable[[Tensor, np.random.Generator], Tensor]
-"""Returns a random variation of an input; the generator depends only on the seed and the example's place in the run."""
+"""Returns a random variation of an input; the generator depends only on the seed and the example's index in the run."""
 
 
 class Dataset(Protocol):
@@ -140,7 +140,7 @@ class ExampleOrder:
         self._epoch: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return where in the dataset the ``count`` examples of the run from index ``first`` on are."""
+        """Return the indices in the dataset of the run's ``count`` examples from index ``first`` on."""
         found: list[NDArray[np.int64]] = []
         while count:
             epoch, at = divmod(first, self.per_epoch)

@@ -139,7 +139,10 @@ def imagefolder(data: ImageFolderConfig) -> Splits:
     if all(part.is_dir() for part in parts):
         (classes, train), (others, val) = map(listed, parts)
         if others != classes:
-            raise ConfigError(f"{parts[1]} has the classes {', '.join(others)}, and {parts[0]} {', '.join(classes)}")
+            raise ConfigError(
+                f"{parts[0]} has the classes {', '.join(classes)}, but {parts[1]} has {', '.join(others)}: both should "
+                "have the same folders"
+            )
     else:
         classes, found = listed(root)
         held_out = round(1 / data.val_fraction)

@@ -81,8 +81,8 @@ class _Builder:
             self.order.fill(first + (micro * self.ranks + self.rank) * self.size, batch)
             if (scale := getattr(batch, "scale", None)) is not None:
                 # Of the whole step, so that the mean is over all predicted tokens.
-                whole = self.examples(gas)
-                scale.fill_(self.order.scale(first, whole))  # type: ignore[attr-defined]
+                count = self.examples(gas)
+                scale.fill_(self.order.scale(first, count))  # type: ignore[attr-defined]
         return slot
 
     def examples(self, gas: int) -> int:

@@ -106,7 +106,9 @@ def load(folder: Path) -> Manifest:
         content = {"left_out": []} | content  # until 0.1 such files were refused
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)} | entries)
     except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {NAME}: its preparation did not finish; run it again") from None
+        raise ConfigError(
+            f"{folder} has no {NAME}: its preparation did not finish; run wordrun prepare again"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}): prepare the data again") from None
 
@@ -125,7 +127,7 @@ def tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     found = hashlib.sha256(content).hexdigest()
     if found != manifest.tokenizer_sha256:
         raise ConfigError(
-            f"{path} is not the tokenizer of the shards beside it (sha256 {found[:12]}, the manifest says "
+            f"{path} is not the tokenizer of the shards beside it (sha256 {found[:12]}, but the manifest says "
             f"{manifest.tokenizer_sha256[:12]}): copy the right one there, or prepare the data again"
         )
     return from_json(content.decode(errors="replace"), path)
@@ -164,7 +166,7 @@ def verify(folder: Path, manifest: Manifest) -> list[str]:
             continue
         found, wanted = digest.hexdigest()[:12], entry.xxh3[:12]
         if digest.hexdigest() != entry.xxh3:
-            problems.append(f"{path} is damaged: its checksum is {found}, the manifest says {wanted}")
+            problems.append(f"{path} is damaged: its checksum is {found}, but the manifest says {wanted}")
     return problems
 
 

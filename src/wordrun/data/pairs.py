@@ -1,7 +1,7 @@
-"""Prompts and answers: sequences of whole pairs, with a loss on the answers alone.
+"""Prompts and answers: sequences of complete pairs, with a loss on the answers alone.
 
-Shards of pairs say of each token, besides its number, whether a pair starts there and whether it is predicted, as part
-of an answer or as its end.
+Shards of pairs store with each token id whether a pair starts there and whether the token is predicted, as a part or as
+the end of an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wordrun.data.batch import Batch
 from wordrun.data.shards import ANSWER, START, Array, plain
 
 IGNORED = -100
-"""Target without a loss, as torch's cross entropy has it."""
+"""Target without a loss: the default ignore_index of torch's cross entropy."""
 READ = 2**22
 """Tokens to read at once."""
 

@@ -245,5 +245,5 @@ Array = NDArray[np.integer] | Tokens
 
 
 def _unreadable(path: str, error: OSError) -> ConfigError:
-    remedy = "Raise the limit by ulimit -n" if error.errno == errno.EMFILE else "Prepare the data again"
+    remedy = "Raise the limit with ulimit -n" if error.errno == errno.EMFILE else "Prepare the data again"
     return ConfigError(f"the shard {path} cannot be read: {error.strerror}. {remedy}")

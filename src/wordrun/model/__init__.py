@@ -89,7 +89,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 class _WithoutReferences(TorchFunctionMode):
-    """Does without functions that torch has on the meta device in Python only, and imports the compiler for."""
+    """Replaces functions that torch implements on the meta device only in Python, importing its compiler for them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``function``, or what has the same effect."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Runs = tuple[int | Tensor, ...]
-"""The tokens of all sequences, in order: documents by their lengths, n tokens of short documents by masks (n, n)."""
+"""The tokens of all sequences, in order: the lengths of documents, and masks (n, n) for n tokens in short documents."""
 
 
 class UncompiledRuns:
@@ -46,7 +46,7 @@ def document_mask(
 ) -> Mask:
     """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
 
-    Only small masks are made whole: a CPU computes the attention of each document by itself, or of some short ones
+    Only small masks are materialised: a CPU computes the attention of each document by itself, or of some short ones
     together; a GPU leaves out the blocks of tokens that share no document.
 
     Args:
@@ -168,8 +168,8 @@ def _windowed(
 
 def _band(T: int, S: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return what to add to the products of T queries, the last of S tokens, so that they attend within ``window``."""
-    ahead = torch.arange(T, device=device)[:, None] + (S - T) - torch.arange(S, device=device)
-    hidden = (ahead < 0) | (ahead >= window)
+    distance = torch.arange(T, device=device)[:, None] + (S - T) - torch.arange(S, device=device)
+    hidden = (distance < 0) | (distance >= window)
     return torch.zeros(T, S, dtype=dtype, device=device).masked_fill(hidden, -math.inf)
 
 
@@ -183,7 +183,7 @@ def _by_document(
     """Return the attention of each of ``runs`` of tokens, one or more documents each, by itself."""
     masks = [None if isinstance(run, int) else run for run in runs]
     lengths = [run if isinstance(run, int) else len(run) for run in runs]
-    # Split rather than sliced: the gradient of a slice has the size of the whole.
+    # Split rather than sliced: the gradient of a slice has the size of the full tensor.
     parts = (torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (q, k, v))
     found = []
     for mask, *tokens in zip(masks, *parts, strict=True):

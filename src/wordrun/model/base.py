@@ -59,7 +59,7 @@ class Rows:
     heads: int = 1
     kinds: int = 1
     apart: bool = False
-    """Whether the kinds are matrices of their own whatever an optimizer's options say, as those of experts."""
+    """Whether each kind is always a separate matrix, whatever the optimizer's options say, as for experts."""
 
 
 class Model(nn.Module):
@@ -82,8 +82,8 @@ class Model(nn.Module):
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
     _seen: list[Any] | None = None
-    """Where to keep the results of forward passes. (torch ignores a module's hook that is younger than its compiled
-    code.)"""
+    """Where to keep the results of forward passes. (torch ignores a hook that is registered after a module was
+    compiled.)"""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass or, if called with ``LossesOf`` a batch, compute its losses, (B,)."""
@@ -100,7 +100,7 @@ class Model(nn.Module):
         return losses
 
     def compile_loss(self, *, on: bool = True) -> None:
-        """Compute the loss by a compiled function from now on, or no longer."""
+        """Compute the loss by a compiled function from now on, or stop doing so."""
         self.compiled_loss = on
 
     def choose_loss(self, *, chunked: bool | None) -> None:
@@ -182,8 +182,8 @@ class Model(nn.Module):
     def matrices(self) -> dict[str, Rows]:
         """Return the hidden matrices, by the names of the parameters, for optimizers that treat them as such.
 
-        They map features to features: not embeddings, and neither the first layer nor the output layer. Without a
-        statement of the model's own, they are those of the blocks or, if it has none, all but the first and the last.
+        They map features to features: not embeddings, and neither the first layer nor the output layer. By
+        default, they are those of the blocks or, if it has none, all but the first and the last.
         """
         tables = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
         found = {name: p for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in tables}
@@ -218,7 +218,7 @@ class Model(nn.Module):
             prefix: prefix of its parameters' names in the full model.
             recurse: include its submodules.
         """
-        module = self if module is None else module  # an empty list of modules is false
+        module = self if module is None else module  # an empty ModuleList is falsy
         for each in module.modules() if recurse else [module]:
             _reset(each)
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=recurse):

@@ -14,7 +14,7 @@ from wordrun.model.cache import KVCache
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream, perhaps after another norm."""
+    """Pre-norm attention and MLP, each added to the residual stream, optionally after another norm."""
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()

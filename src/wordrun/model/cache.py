@@ -34,6 +34,6 @@ class KVCache:
     def with_earlier(self, tokens: Tensor, count: int) -> Tensor:
         """Return ``tokens`` (B, T) after the last ``count`` tokens of earlier calls, or zeros: (B, count + T)."""
         before = tokens.new_zeros(len(tokens), count) if self._last is None else self._last
-        whole = torch.cat((before, tokens), 1)
-        self._last = whole[:, whole.shape[1] - count :]
-        return whole
+        joined = torch.cat((before, tokens), 1)
+        self._last = joined[:, joined.shape[1] - count :]
+        return joined

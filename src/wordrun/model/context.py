@@ -65,7 +65,7 @@ class Context:
 
     @torch.no_grad()
     def whole(self, x: Tensor) -> Tensor:
-        """Return the whole of which ``x`` (B, T, ...) is this rank's part, (B, n T, ...), without gradients."""
+        """Return the complete (B, n T, ...) of which ``x`` (B, T, ...) is this rank's part, without gradients."""
         gathered = x.new_empty(self.size, *x.shape)
         compat_context.all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=self.group)
         return self.in_order(gathered.transpose(0, 1).flatten(1, 2), dim=1)
@@ -76,7 +76,7 @@ class Context:
         return x.index_select(dim, chunks(tokens, self.size, x.device).flatten().argsort())
 
     def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """Return ``x``, in the order of the sequence along ``dim``, with the parts of all ranks behind each other."""
+        """Return ``x``, in the order of the sequence along ``dim``, grouped by the ranks that hold its parts."""
         return x.index_select(dim, chunks(x.shape[dim], self.size, x.device).flatten())
 
     def mean(self, losses: Tensor) -> Tensor:
@@ -87,16 +87,16 @@ class Context:
 
     def mask(self, documents: Tensor, *facts: Any, compiled: bool = False) -> Mask:
         """Return what ``attention`` needs to keep within ``documents`` (B, T); ``facts`` as for ``document_mask``."""
-        whole = self.whole(documents)
-        return document_mask(whole, *facts, compiled=compiled) if self.kind == "heads" else whole
+        complete = self.whole(documents)
+        return document_mask(complete, *facts, compiled=compiled) if self.kind == "heads" else complete
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return ``causal_attention`` of the whole sequences, for this rank's queries, (B, N, T, H).
+        """Return ``causal_attention`` of the complete sequences, for this rank's queries, (B, N, T, H).
 
-        heads: Ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023), so that each has whole sequences
+        heads: Ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023), so that each has full sequences
             of N / n query heads and M / n key heads.
         gather: Ranks gather all keys and values (Llama 3, section 3.3.2), those of a few heads at a time.
         ring: Keys and values travel from rank to rank (Ring Attention, Liu et al. 2023), so that no rank ever has
@@ -120,8 +120,8 @@ class Context:
         n, sizes = self.size, [x.shape[1] // self.size for x in (q, k, v)]
         B, _, T, H = q.shape
         heads = torch.cat([x.reshape(B, n, -1, T, H) for x in (q, k, v)], dim=2).flatten(1, 2)
-        whole = self.in_order(_AllToAll.apply(heads, self.group, 1, 2), dim=2)  # type: ignore[no-untyped-call]
-        q, k, v = torch.split(whole, sizes, dim=1)
+        complete = self.in_order(_AllToAll.apply(heads, self.group, 1, 2), dim=2)  # type: ignore[no-untyped-call]
+        q, k, v = torch.split(complete, sizes, dim=1)
         y = causal_attention(q, k, v, p, mask, scale, window)
         back: Tensor = _AllToAll.apply(self.by_rank(y, dim=2), self.group, 2, 1)  # type: ignore[no-untyped-call]
         return back
@@ -311,7 +311,7 @@ def _gather_gradients(kv: Tensor, context: Context, of_part: Part) -> Tensor:
 
 
 def _ring(kv: Tensor, context: Context) -> Iterator[tuple[int, slice, Tensor]]:
-    """Yield what ``_gather`` does, each with all heads, as they come by; this rank's first."""
+    """Yield what ``_gather`` does, each with all heads, as they arrive; this rank's first."""
     for step in range(context.size):
         arriving = _pass_on(kv, context) if step < context.size - 1 else None
         yield (context.rank - step) % context.size, slice(0, kv.shape[2]), kv

@@ -46,7 +46,7 @@ class Exchange:
 
 
 class _Sent(torch.autograd.Function):
-    """Sends rows to other ranks; the gradients take the way back."""
+    """Sends rows to other ranks; in the backward pass, their gradients are sent back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

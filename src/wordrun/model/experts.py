@@ -1,4 +1,4 @@
-"""The weights of experts in Hugging Face's files: a matrix for each expert or, perhaps from transformers 5, stacked."""
+"""The weights of experts in Hugging Face's files: a matrix for each expert or, in some files, stacked."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
 STACKED = re.compile(r"(.+\.)mlp\.experts\.(gate_up|down)_proj")
 """The name of a tensor of all experts, (experts, rows, columns), the same in all models of transformers 5."""
 BIAS = "router.bias"
-"""What the name of a buffer that only our model has ends in."""
+"""Suffix of the name of a buffer that only our model has."""
 
 
 def check_bias(bias: Tensor) -> None:
     """Refuse to export a model whose router's ``bias`` has an effect.
 
     Raises:
-        UserError: it has.
+        UserError: it is not 0.
     """
     if not bias.is_meta and bias.any():
         raise UserError(
-            "transformers' Mixtral and Qwen3-MoE have no biases for the router, which this model has from training "
-            "with model.balance_rate above 0: form=checkpoint exports it, and to transformers only a model trained "
-            "with model.balance_rate=0 and model.balance_loss"
+            "transformers' Mixtral and Qwen3-MoE have no router biases, which this model has because it was trained "
+            "with model.balance_rate above 0: export it with form=checkpoint; for transformers, train with "
+            "model.balance_rate=0 and model.balance_loss"
         )
 
 
@@ -44,7 +44,7 @@ def split(name: str, matrices: Tensor, n_experts: int) -> dict[str, Tensor]:
 def join(
     theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], names: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return transformers' weights and their shapes with the matrices of all experts of a layer below each other.
+    """Return transformers' weights and their shapes with the matrices of all experts of a layer concatenated by rows.
 
     Args:
         theirs: the weights.
@@ -94,5 +94,5 @@ def _unstacked(
 
 
 def _part(theirs: Mapping[str, Tensor], name: str, part: int, parts: int) -> Tensor:
-    """Return one of ``parts`` of the rows of each expert in the tensor ``name``, below each other."""
+    """Return one of ``parts`` of the rows of each expert in the tensor ``name``, concatenated."""
     return theirs[name].chunk(parts, dim=1)[part].flatten(0, 1)

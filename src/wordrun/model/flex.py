@@ -36,14 +36,14 @@ def block_masks(documents: Tensor, spans: Iterable[int]) -> dict[int, BlockMask]
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
     """Return the attention (B, N, T, H) of ``q`` (B, N, T, H) to ``k`` and ``v`` (B, M, T, H) under ``mask``."""
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # which does not know FlexAttention
+    if torch.is_autocast_enabled(kind):  # which does not cover FlexAttention
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     y: Tensor = _kernel()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return y
 
 
 def _kernel() -> Callable[..., Any]:
-    """Return FlexAttention, compiled unless it becomes a part of something compiled: else it computes all weights."""
+    """Return FlexAttention, compiled unless it is being compiled already: uncompiled, it would compute all weights."""
     from torch.nn.attention.flex_attention import flex_attention
 
     kernel: Any = flex_attention

@@ -83,7 +83,7 @@ def generate(
         slide: number of tokens to drop from the start of a context that exceeds ``block_size``, after which a cache
             must be recomputed. 1 keeps the context full, but makes a cache useless beyond ``block_size``.
         on_tokens: called with each new column of tokens, (B,) on the CPU.
-        stop: tokens after any of which the first sequence, and with it all, ends.
+        stop: tokens any of which ends generation, if the first sequence draws it.
     """
     # Always on the CPU, so that every device generates the same text.
     generator = torch.Generator().manual_seed(seed)

@@ -99,7 +99,9 @@ def match(
     if model.tied and embedding is not None:  # files of tied models may lack the copy
         copy = found.setdefault("lm_head.weight", embedding)
         if copy != embedding and not theirs[copy].equal(theirs[embedding]):
-            problems.append(f"lm_head.weight is not the embedding in the checkpoint, but it is in model={cfg.name}")
+            problems.append(
+                f"lm_head.weight is not tied to the embedding in the checkpoint, but it is in model={cfg.name}"
+            )
     state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(experts.BIAS)}
     wanted = {_their_name(name, cfg): (name, ours) for name, ours in state.items()}
     problems += [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - found.keys()]
@@ -112,8 +114,8 @@ def match(
         there, here = tuple(shapes[found[their_name]]), tuple(_to_theirs(name, ours, cfg).shape)
         enough = name == "positions.weight" and there[0] > here[0] and there[1:] == here[1:]
         if there != here and not enough:
-            shown = f"{there} in the checkpoint, but {here} in model={cfg.name}"
-            problems.append(f"{their_name} is our {name}, {shown}")
+            shown = f"has the shape {there} in the checkpoint, but {here} in model={cfg.name}"
+            problems.append(f"{their_name} (our {name}) {shown}")
     return names, sorted(problems)
 
 
@@ -256,7 +258,7 @@ def _require(cfg: TransformerConfig, options: Mapping[str, Any], problem: str, k
     words = [f"model.{key}={value_text(value)}" for key, value in options.items() if getattr(cfg, key) != value]
     if words:
         raise UserError(
-            f"{problem}: form=checkpoint exports it, and as {kind} only a model trained with {' '.join(words)}"
+            f"{problem}: export it with form=checkpoint; only a model with {' '.join(words)} can be exported as {kind}"
         )
 
 
@@ -281,15 +283,15 @@ def architecture(cfg: TransformerConfig) -> Architecture:
             "embed_scale": False, **({"window": None} if cfg.qk_norm else {"normalize_weights": True}),
         }  # fmt: skip
         kind = "Qwen3-MoE" if cfg.qk_norm else "Mixtral"
-        _require(cfg, theirs, f"transformers' {kind} is not model={cfg.name}", kind)
+        _require(cfg, theirs, f"transformers' {kind} lacks options of model={cfg.name}", kind)
     if isinstance(cfg, LlamaConfig):
         found = family(cfg)
         if found is None:
             names = [*_parts(cfg), "head_size", "rope_factor", "global_every", "rope_local_theta"]
             shown = " ".join(f"model.{name}={value_text(getattr(cfg, name))}" for name in names)
             raise UserError(
-                f"transformers has no architecture with {shown} together: form=checkpoint exports it, and there are "
-                f"architectures for the options of {', '.join(CLASSES)}"
+                f"transformers has no architecture that combines {shown}: export it with form=checkpoint, or train "
+                f"with the options of one of {', '.join(CLASSES)}"
             )
         if found == "gemma3_text":
             return GEMMA

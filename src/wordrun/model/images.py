@@ -67,7 +67,7 @@ class ConvNet(Classifier):
         if min(height, width) < 6:
             raise ConfigError(f"model={cfg.name} needs images of at least 6x6 pixels, not {height}x{width}")
         norm, first, second = NORMS[cfg.norm], cfg.channels, 2 * cfg.channels
-        # A norm subtracts the bias before it, whose gradients would be rounding errors, which AdamW makes steps of.
+        # A norm cancels a bias before it, whose gradients would be rounding errors, which AdamW turns into full steps.
         convolution = partial(nn.Conv2d, kernel_size=3, bias=cfg.norm == "none")
         self.features = nn.Sequential(
             convolution(inputs, first), norm(first), nn.ReLU(),

@@ -76,7 +76,7 @@ def merged(base: Mapping[str, Tensor], additions: Mapping[str, Tensor], cfg: Tra
 
 
 def digest(base: Mapping[str, Tensor], model: nn.Module) -> str:
-    """Return a checksum by which a base model is known again: that of its norms and biases, which are small."""
+    """Return a checksum that identifies a base model: that of its norms and biases, which are small."""
     found = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

@@ -140,9 +140,9 @@ def ngrams(tokens: Tensor, earlier: int, cache: KVCache | None, documents: Tenso
     on up to ``earlier``: (B, T), equal for equal n-grams. Before the first token of a document is token 0.
     """
     T, key = tokens.shape[1], tokens
-    whole = (cache or KVCache()).with_earlier(tokens, earlier)
+    joined = (cache or KVCache()).with_earlier(tokens, earlier)
     for back in range(1, earlier + 1):
-        before = whole[:, earlier - back : earlier - back + T]
+        before = joined[:, earlier - back : earlier - back + T]
         if documents is not None:
             before = before * (F.pad(documents, (back, 0))[:, :T] == documents)
         key = key * MULTIPLIER + before + 1

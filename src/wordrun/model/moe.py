@@ -42,7 +42,7 @@ class Common:
 
     def __init__(self) -> None:
         self.routed = MoE.routed
-        """The function, possibly apart from compiled code; the same for all blocks, which share what is compiled."""
+        """The function, possibly excluded from compilation; the same for all blocks, which share compiled code."""
 
     def leave_uncompiled(self) -> None:
         """Leave ``routed`` as it is in a compiled model."""
@@ -150,7 +150,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs as LLaMA's. Each layer holds the matrices of all experts, below each other, so that ranks can share rows.
+    """E MLPs as LLaMA's. Each layer holds the matrices of all experts, concatenated by rows, which ranks can shard.
 
     With expert parallelism, a rank has consecutive experts, and ``exchange`` knows the other ranks.
     """
@@ -234,7 +234,7 @@ class MixtureOfExperts(Llama):
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.common))
 
     def divide_sequences(self, context: Context) -> None:
-        """Train and evaluate on this rank's part of each sequence, and balance the loads of whole ones."""
+        """Train and evaluate on this rank's part of each sequence, and balance the loads of complete ones."""
         super().divide_sequences(context)
         self.common.context = context
 
@@ -256,7 +256,7 @@ class MixtureOfExperts(Llama):
 
     @torch.no_grad()
     def complete_step(self, add_up: Callable[[Tensor], None]) -> None:
-        """Move the biases by the tokens that each expert got in the step, on all ranks."""
+        """Adjust the biases by the number of tokens that each expert got in the step, on all ranks."""
         routers = self.routers
         loads = torch.stack([router.counts for router in routers])
         add_up(loads)

@@ -28,7 +28,7 @@ def attention_scale(cfg: TransformerConfig) -> float | None:
 
 
 def scales(cfg: ModelConfig) -> bool:
-    """Return whether the model computes something else than the plain model with the same weights."""
+    """Return whether the model computes different outputs than the plain model with the same weights."""
     return _ratios(cfg) != (1, 1)
 
 
@@ -48,7 +48,7 @@ def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig
     if scales(ours):
         raise ConfigError(
             f"train.init_from: the weights are of a model with model.mup={str(scales(theirs)).lower()} or another base "
-            "width, which computes other logits than model.mup=true here: use model.mup=false, or the model's own "
+            "width, which computes different logits than model.mup=true here: use model.mup=false, or the model's own "
             "options"
         )
     assert isinstance(theirs, TransformerConfig)
@@ -70,7 +70,8 @@ def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str
     if not norms and (cfg.width_ratio() != 1 or (in_heads and factor != 1)):
         raise UserError(
             f"model={cfg.name} with model.mup=true and model.norm_weights=false has no weights that the factors of the "
-            "logits and of attention could go into: form=checkpoint exports it, and others need norm_weights=true"
+            "logits and of attention could go into: export it with form=checkpoint; other forms need "
+            "model.norm_weights=true"
         )
 
     def read(name: str) -> Tensor:

@@ -46,7 +46,9 @@ def fetch(source: str) -> Path:
     if path.exists():
         return path.parent if path.is_file() else path
     if not HUB_NAME.fullmatch(source):
-        raise UserError(f"hf:{source} is not a folder: name one with config.json and {FORMATS[0]}, or a model")
+        raise UserError(
+            f"hf:{source} is not a folder: name one with config.json and {FORMATS[0]}, or a model on the hub"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -87,7 +89,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     problems: list[str] = []
     words: list[str] = []
     if mup.scales(cfg):
-        problems.append(f"{folder} holds a plain model, which computes other logits with model.mup=true: use false")
+        problems.append(f"{folder} holds a plain model, which needs model.mup=false")
     if (folder / "config.json").exists():
         facts = read_config(folder)
         described = model_config(folder, facts)
@@ -138,13 +140,13 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
     kind = facts.get("model_type")
     if kind not in KINDS:
         known = ", ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
-        raise ConfigError(f"{folder} holds weights of a model of type {kind}; wordrun has {known}")
+        raise ConfigError(f"{folder} holds weights of a model of type {kind}; wordrun supports {known}")
     try:
         cfg, only = {"gpt2": _gpt2, "gemma3_text": _gemma}.get(kind, _llama)(facts)
     except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} does not say {error}, which its model cannot do without") from None
+        raise ConfigError(f"{folder / 'config.json'} lacks the required key {error}") from None
     problems = [
-        f"{folder} has {key}={facts[key]}, and model={KINDS[kind][2]} can only be {key}={value}"
+        f"{folder} has {key}={facts[key]}, but model={KINDS[kind][2]} supports only {key}={value}"
         for key, value in only.items()
         if facts.get(key, value) != value
     ]
@@ -273,7 +275,7 @@ def differences(
         options.pop(option, None)
     if type(described) is not type(cfg):
         words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
-        return [f"{folder} holds a {name}, which model={cfg.name} is not"], words
+        return [f"{folder} holds a {name}, but model={cfg.name} is not one"], words
     mine = {key: getattr(cfg, key) for key in options}
     mine["vocab_size"] = cfg.vocab_size or vocab_size or described.vocab_size
     if mine.get("n_kv_head") == cfg.n_head:
@@ -286,7 +288,7 @@ def differences(
         del mine["block_size"]  # LLaMA has no weights for it, and GPT has enough positions
     different = {key: options[key] for key, value in mine.items() if value != options[key]}
     problems = [
-        f"{folder} has model.{key}={value_text(value)}, and model={cfg.name} has {value_text(mine[key])}"
+        f"{folder} has model.{key}={value_text(value)}, but model={cfg.name} has {value_text(mine[key])}"
         for key, value in different.items()
     ]
     return problems, [f"model.{key}={value_text(value)}" for key, value in different.items()]
@@ -313,7 +315,7 @@ def open_files(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size
                 readers |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
                 shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors, pickle and zip have their own error types
-            raise UserError(f"{path} is damaged, or no file of weights: {unpickling_problem(error)}") from None
+            raise UserError(f"{path} is damaged, or is not a weights file: {unpickling_problem(error)}") from None
     return LazyWeights(readers), shapes
 
 
@@ -327,9 +329,9 @@ def _paths(folder: Path) -> list[Path]:
             try:
                 names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{index} is no index of weights: {error}") from None
+                raise UserError(f"{index} is not an index of weights: {error}") from None
             missing = [name for name in names if not (folder / name).exists()]
             if missing:
-                raise UserError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
+                raise UserError(f"{folder} lacks {', '.join(missing)}, which {index.name} lists")
             return [folder / name for name in names]
-    raise UserError(f"{folder} has no weights: neither {' nor '.join(FORMATS)}, nor an index of several")
+    raise UserError(f"{folder} has no weights: neither {' nor '.join(FORMATS)}, nor an index of several files")

@@ -100,8 +100,8 @@ class Transformer(Model):
         6 for every weight of a matrix product (2 forward, 4 backward) and 12 C T for each block's attention of width C
         over T tokens or a shorter window, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The
         embedding is not a matrix product and does not count; the output layer does. Grouped-query attention saves
-        weights, but no operations of the attention itself. With LoRA, frozen weights have 4, for want of gradients, and
-        its additions do not count.
+        weights, but no operations of the attention itself. With LoRA, frozen weights count 4, as they have no
+        gradients, and its additions do not count.
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))

@@ -173,17 +173,17 @@ def activation_memory(
     start = cfg.n_embd * strategy.stream / tp  # the block's input
     saved = {"none": needed + start, "selective": products + start, "full": start}
     others = sum(size(each) for each in tensors if each.needed and not each.matmul)
-    again = {"none": 0.0, "selective": others, "full": needed}
+    redone = {"none": 0.0, "selective": others, "full": needed}
     per_token = recomputed = 0.0
-    # While a block's tensors are computed again, those of the blocks after it have been freed.
+    # While a block's tensors are recomputed, those of the blocks after it have been freed.
     for kind in (checkpointing_of(checkpointing, layer) for layer in reversed(layers)):
-        recomputed = max(recomputed, again[kind] - per_token)
+        recomputed = max(recomputed, redone[kind] - per_token)
         per_token += saved[kind]
     head = spare = 0.0
     if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
         softcap = getattr(cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
         logits = (CROSS_ENTROPY + strategy.compute * softcap) * model.vocab_size / tp
-        gathered = getattr(strategy.backend, "stage", 0) == 3  # the output layer's weights are its module's business
+        gathered = getattr(strategy.backend, "stage", 0) == 3  # only its own module gathers the output layer's weights
         chunked = strategy.cfg.train.chunked_loss
         chunked = tokens * model.vocab_size > LARGE if chunked is None else chunked
         if chunked and not gathered:

@@ -66,8 +66,8 @@ def plan(arguments: Sequence[str]) -> show.Report:
         cfg.train.dtype = "bf16" if target.bf16 else "fp32"  # same choice as in a run
     if cfg.train.float8 != "none" and not target.float8:
         raise errors.ConfigError(
-            f"train.float8={cfg.train.float8} needs an NVIDIA GPU from Ada or Hopper on, and plan.device={target.kind} "
-            "is none: use train.float8=none, or another plan.device"
+            f"train.float8={cfg.train.float8} needs an NVIDIA GPU of the Ada or Hopper generation or later, which "
+            f"plan.device={target.kind} is not: use train.float8=none, or another plan.device"
         )
     size, source = vocabulary(cfg)
     model = shapes_of(cfg.model, size)

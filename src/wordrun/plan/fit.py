@@ -66,7 +66,7 @@ class Fit:
         return room.scaled(1 / TOLERANCE).holds(self.need)
 
     def remedies(self, room: Room) -> list[str]:
-        """Return sentences about changes with which the run fits into ``room``, for certain as in ``fits``."""
+        """Return sentences about changes with which the run fits into ``room``, even if estimates are too low."""
         room = room.scaled(1 / TOLERANCE)
         size, found = self._largest_batch(room), []
         if 0 < size < self.cfg.model.batch_size:
@@ -121,9 +121,9 @@ class Fit:
 
     def _same_step(self, most: int) -> str:
         """Return how to keep the number of sequences per step with a batch size of at most ``most``."""
-        whole = self._per_rank * self.layout.dp
+        sequences = self._per_rank * self.layout.dp
         size = next(n for n in range(most, 0, -1) if self._per_rank % n == 0 and (n % self._unit == 0 or n == 1))
-        return f"; model.batch_size={size} train.global_batch_size={whole} keeps {whole} sequences per step"
+        return f"; model.batch_size={size} train.global_batch_size={sequences} keeps {sequences} sequences per step"
 
     def _alternatives(self) -> Iterator[tuple[str, Config, Layout]]:
         """Yield overrides that save memory, with their config and layout."""
@@ -142,10 +142,10 @@ class Fit:
 
         The number of sequences per step stays the same.
         """
-        cfg, whole = self.cfg, self._per_rank * self.layout.dp
+        cfg, sequences = self.cfg, self._per_rank * self.layout.dp
         if not (cfg.backend.replicated or cfg.backend.name == "FSDP"):
             return
-        train = replace(cfg.train, backend="FSDP", global_batch_size=whole)
+        train = replace(cfg.train, backend="FSDP", global_batch_size=sequences)
         optimizer, model = replace(cfg.optimizer, gas=None), replace(cfg.model, batch_size=1)
         given = cfg.backend if isinstance(cfg.backend, FSDPConfig) else FSDPConfig()
         for cp in (n for n in range(2, self.layout.size + 1) if self.layout.size % n == 0):
@@ -155,8 +155,8 @@ class Fit:
                 at = check(divided, self.layout.size, self.per_node)
             except ConfigError:
                 continue
-            words = f"train.backend=FSDP backend.cp={cp} model.batch_size=1 train.global_batch_size={whole}"
-            yield words, divided, at
+            overrides = f"train.backend=FSDP backend.cp={cp} model.batch_size=1 train.global_batch_size={sequences}"
+            yield overrides, divided, at
 
     def _need(self, cfg: Config, at: Layout) -> Memory:
         """Return the estimate; if the plan has none, what is certain."""

@@ -25,7 +25,7 @@ RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1 / 3}
 ASSUMED_SHARE = 0.4
 """Share of a device's peak FLOP/s at which blocks compute, if it has not been measured."""
 HIDDEN = 0.5
-"""Share of the passes in which an accelerator averages gradients and gathers parameters at the same time."""
+"""Share of the passes behind which an accelerator can hide averaging gradients and gathering parameters."""
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes around a ring; other operations send their buffer once."""
 
@@ -170,13 +170,13 @@ def step_time(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds
 
 
 def _compute(model: ModelShapes, strategy: Strategy, checkpointing: str, speeds: Speeds) -> float:
-    again = sum(RECOMPUTED[checkpointing_of(checkpointing, layer)] for layer in model.layers) / len(model.layers)
+    recomputed = sum(RECOMPUTED[checkpointing_of(checkpointing, layer)] for layer in model.layers) / len(model.layers)
     at, options = strategy.layout, strategy.backend
     last = model.cfg.n_layer - 1
     parts = options.microbatches_of(strategy.cfg.model.batch_size, at.pp)
     tokens = strategy.tokens / parts
     split = speeds.split_of(at.tp)
-    block = (1 + again) * (speeds.block_s * tokens + speeds.block_pass_s) / at.tp + split[0]
+    block = (1 + recomputed) * (speeds.block_s * tokens + speeds.block_pass_s) / at.tp + split[0]
     rest = (speeds.rest_s * tokens + speeds.rest_pass_s) / at.tp + split[1]
 
     def of(layers: Sequence[int]) -> float:

@@ -178,7 +178,7 @@ def _experts(model: ModelShapes, strategy: Strategy) -> list[Traffic]:
 def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | None = None) -> list[Traffic]:
     """Return what is sent so that tokens attend to those of other context-parallel ranks; None: in all blocks.
 
-    With heads, queries, keys, values and results change places, and in the backward pass their gradients do. Otherwise
+    With heads, queries, keys, values and results are exchanged, and in the backward pass their gradients. Otherwise
     keys and values reach all ranks in both passes, and their gradients return in fp32.
     """
     at, cfg = strategy.layout, model.cfg

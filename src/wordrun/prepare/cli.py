@@ -104,7 +104,7 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
     if source.is_tokens and not cfg.data.prepared:
         raise ConfigError(
             f"data=shards data.path={folder} can be read without preparation: train with it, or name a folder for "
-            "shards in wordrun's own form with data.prepared=FOLDER"
+            "shards in wordrun's own format with data.prepared=FOLDER"
         )
     writer.make_folder(folder.parent)
     path = lock.beside(folder)

@@ -82,18 +82,18 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
     name = source.data.name
     if source.is_tokens and not source.data.prepared and not is_complete(folder):
         raise ConfigError(
-            f"data.stage={source.data.stage} needs checksums, and {folder} has no manifest.json: create shards with a "
-            f"manifest by wordrun prepare data=shards data.path={folder} data.prepared=FOLDER, and train "
-            "with the same options"
+            f"data.stage={source.data.stage} needs checksums, but {folder} has no manifest.json: rewrite the shards "
+            f"with wordrun prepare data=shards data.path={folder} data.prepared=FOLDER, and train with the same "
+            "options"
         )
 
     def prepare() -> None:
         size = source.size()
         if size is None or size > AUTO_PREPARE:
-            how_large = "its size is known only to the hub" if size is None else f"is large ({size / 2**30:.1f} GiB)"
+            how_large = "its size is known only to the hub" if size is None else f"it is large ({size / 2**30:.1f} GiB)"
             raise UserError(
-                f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. First: "
-                f"launch wordrun prepare data={name}, with this run's options for data and tokenizer"
+                f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. Prepare "
+                f"it first: launch wordrun prepare data={name}, with this run's options for data and tokenizer"
             )
         LOGGER.info("preparing data=%s in %s", name, folder)
         log = _progress_log(f"preparing data={name}")

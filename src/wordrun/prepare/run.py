@@ -138,7 +138,7 @@ def execute(preparation: Preparation, world: World, show: Show = lambda progress
     if "characters" in preparation.todo:
         _do_share("characters", preparation, world, show)
     if world.rank == 0 and not ready.exists():
-        LOGGER.info("making tokenizer=%s from the text", cfg.name)
+        LOGGER.info("building tokenizer=%s from the text", cfg.name)
         writer.write_text(ready, _tokenizer(preparation).to_json())
     _wait(ready)
     _do_share("shards", preparation, world, show)

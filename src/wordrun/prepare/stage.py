@@ -87,7 +87,7 @@ def _copy(source: Path, to: Path, checksum: str | None) -> None:
             write.write(block)
     if checksum is not None and digest.hexdigest() != checksum:
         raise UserError(
-            f"the shard {source} is damaged: its checksum is {digest.hexdigest()[:12]}, the manifest says "
+            f"the shard {source} is damaged: its checksum is {digest.hexdigest()[:12]}, but the manifest says "
             f"{checksum[:12]}; prepare the data again"
         )
     new.replace(to)

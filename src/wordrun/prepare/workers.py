@@ -85,7 +85,7 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
         begun = [item for item, row in zip(items, progress, strict=True) if row[0] and not row[1]]
         raise UserError(
             f"a worker process died (perhaps it ran out of memory) while preparing {_names(begun)}. Run the same "
-            "command again, which continues; data.workers=N with fewer workers needs less memory"
+            "command again to continue; with a smaller data.workers it needs less memory"
         ) from None
     finally:
         for process in filter(SpawnProcess.is_alive, context.processes):  # kill() fails on one that has not started
@@ -106,8 +106,8 @@ def _blamed(source: Source) -> Iterator[None]:
         part = part_of("data", source.data)
         if isinstance(error, UserError) or not part.origin:
             raise
-        told = "".join(traceback.format_exception(error))  # with the worker's traceback
-        lines = re.findall(rf'File "{re.escape(inspect.getfile(part.load()))}", line (\d+)', told)
+        trace = "".join(traceback.format_exception(error))  # with the worker's traceback
+        lines = re.findall(rf'File "{re.escape(inspect.getfile(part.load()))}", line (\d+)', trace)
         if not lines:
             raise
         raise part.failed(error, f" in line {lines[-1]}") from error

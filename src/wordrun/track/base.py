@@ -15,9 +15,9 @@ from wordrun.registry import parts
 
 LEGEND = {
     "step": "number of optimizer steps so far",
-    "loss": "training loss at this step, averaged over all ranks; of text [nats/token]",
-    "val_loss": "mean loss on the fixed validation set; of text [nats/token]",
-    "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a share of 1) or val_perplexity",
+    "loss": "training loss at this step, averaged over all ranks; for text [nats/token]",
+    "val_loss": "mean loss on the fixed validation set; for text [nats/token]",
+    "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a fraction) or val_perplexity",
     "lr": "learning rate at this step",
     "grad_norm": "global gradient norm, before clipping",
     "dt": "time per step without dt_hooks, averaged since the previous line; like its parts, mean over all ranks [s]",
@@ -37,7 +37,7 @@ LEGEND = {
         "the rank that took longest since the previous line for its data and its passes, without waiting for others"
     ),
     "slowest_by": "how far it was behind the median of the ranks, per step [s]",
-    "sps": "examples (of text: sequences) per second, all ranks",
+    "sps": "examples (for text: sequences) per second, all ranks",
     "sps_per_gpu": "examples per second per rank",
     "tps": "tokens per second, all ranks; only for text, like tps_per_gpu and tokens",
     "tps_per_gpu": "tokens per second per rank",

@@ -31,7 +31,7 @@ class TensorBoardTracker(Tracker):
         """Open a new file, which continues from ``step``: TensorBoard hides what earlier files have after it."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # Also in the first file: TensorBoard takes the first such mark that it finds for the beginning of the run.
+        # Also in the first file: TensorBoard takes the first purge step that it finds for the beginning of the run.
         purge, folder = step + 1, str(self.run.path / "tensorboard")
         self._writer: Any = SummaryWriter(folder, purge_step=purge, flush_secs=self.options.flush_s)
 

@@ -44,8 +44,8 @@ class WandbTracker(Beside):
         # Known before wandb is, because a checkpoint needs it.
         self._id = state.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         self.started = self.send(self._start, {"resume": "allow"} if state else {})
-        """Ends when the run is there."""
-        if options.mode == "online":  # whoever asks for it wants to know before the first step
+        """Done once the W&B run exists."""
+        if options.mode == "online":  # it was asked for, so a failure is reported before the first step
             self.started.result()
 
     def send(self, call: Callable[..., Any], *values: Any) -> Future[Any]:
@@ -72,7 +72,7 @@ class WandbTracker(Beside):
             reason = first_line(error)
             if options.mode != "auto" or self.mode != "online":
                 raise UserError(
-                    f"W&B failed to start ({reason}): tracker.wandb.mode=offline or tracker=jsonl"
+                    f"W&B failed to start ({reason}): use tracker.wandb.mode=offline or tracker=jsonl"
                 ) from error
             LOGGER.warning("W&B failed to go online (%s); recording offline", reason)
             self.mode = "offline"

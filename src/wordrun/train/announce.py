@@ -1,4 +1,4 @@
-"""What a run says at its start, the facts in run.json and the first lines of the log, and at its end."""
+"""What a run reports: facts for run.json and the first lines of its log at the start, and how it ended."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def announce_end(trainer: Training, error: str, drawn: Sequence[Path], *, failed
     """Log how the run ended, with the files ``drawn``.
 
     Args:
-        trainer: of the run.
+        trainer: the run's trainer.
         error: why it ended early; empty: it did not.
         drawn: plots and report.
         failed: whether that was an exception rather than a signal.
@@ -90,5 +90,5 @@ def spread_context(cfg: Config, at: Layout, per_node: int, shapes: Callable[[], 
     fits = [n for n in range(1, at.cp) if at.cp % n == 0 and per_node % (n * at.tp) == 0]
     return (
         f"backend.cp={at.cp} spans nodes, which have {per_node} ranks each: for attention, each rank sends "
-        f"{sent / 2**20:.1f} MiB in a step; backend.cp={fits[-1]} keeps the ranks of a sequence on one node"
+        f"{sent / 2**20:.1f} MiB per step; backend.cp={fits[-1]} keeps the ranks of a sequence on one node"
     )

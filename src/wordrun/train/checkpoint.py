@@ -70,7 +70,8 @@ class BackgroundSaves:
         if self._last:
             LOGGER.error("%s", error, extra=FIRST_RANK)
         else:
-            LOGGER.warning("%s; training continues, and later checkpoints will be tried", error, extra=FIRST_RANK)
+            text = "%s; training continues, and later checkpoints will still be attempted"
+            LOGGER.warning(text, error, extra=FIRST_RANK)
 
 
 class Checkpoints(BackgroundSaves):
@@ -97,7 +98,7 @@ class Checkpoints(BackgroundSaves):
             save: a copy of the training state.
             manifest: what the manifest contains besides the files.
             best: whether it is the best one so far.
-            last: whether the run is about to end, so that no later checkpoint will be tried.
+            last: whether the run is about to end, so that no later checkpoint will be attempted.
 
         Raises:
             SaveError: writing failed in the foreground, and train.on_save_error=stop.

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     while True:
         with contextlib.suppress(staying.Restart):
             return _main(argv)
-        dist.begin_anew()  # outside of the block: a traceback would keep everything of the last generation
+        dist.begin_anew()  # outside the block: the traceback would keep the previous generation's objects alive
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -64,7 +64,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return ConfigError.exit_status
     with contextlib.nullcontext() if world.rank == 0 else contextlib.redirect_stderr(io.StringIO()):
         args = flags().parse_intermixed_args(arguments)
-    # Hydra's own parser takes overrides only in one place.
+    # Hydra's own parser accepts overrides only in one contiguous block.
     arguments = [*(word for word in arguments if word not in args.overrides), *args.overrides]
     with dist.guard(world):
         if args.help:
@@ -89,9 +89,9 @@ def _load_torch() -> None:
     """Import torch and what trains with it."""
     if "wordrun.train.trainer" in sys.modules:
         return
-    gc.disable()  # searching for garbage would be a fifth of the time that the import takes
+    gc.disable()  # garbage collection would take a fifth of the import time
     importlib.import_module("wordrun.train.trainer")
-    gc.freeze()  # torch stays until the end, so that no garbage collection needs to search it
+    gc.freeze()  # torch stays loaded until the end, so no garbage collection needs to scan it
     gc.enable()
 
 
@@ -198,7 +198,7 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
         if world.rank == 0:
             print(
                 f"-m starts the points of a sweep from one process, but there are {world.size} ranks "
-                f"({world.launcher}): call it without launch, and let each point have its own ranks, as in\n"
+                f"({world.launcher}): run it without launch, and give each point its own ranks, as in\n"
                 f"  wordrun -m train.seed=1,2,3 hydra/launcher=wordrun hydra.launcher.np={world.size}",
                 file=sys.stderr,
             )
@@ -210,7 +210,7 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
             compose(point, tree=_tree(args))
         except ConfigError as error:
             own = [word for word in point if word not in shared]
-            if len(own) < 2:  # the message itself has it
+            if len(own) < 2:  # the message itself names it
                 raise
             text = f"{error}\nin point {number} of the sweep ({' '.join(own)}); none has started"
             raise ConfigError(text).with_traceback(error.__traceback__) from None
@@ -269,7 +269,7 @@ def _help(args: Namespace) -> int:
 
 
 def unknown_flags(arguments: Sequence[str]) -> list[str]:
-    """Return a message for each flag in ``arguments`` that is none of ours, with the option that was meant."""
+    """Return a message for each unknown flag in ``arguments``, with the option that was probably meant."""
     problems = []
     for at, word in enumerate(arguments):
         flag, equals, value = word.partition("=")

@@ -35,7 +35,7 @@ class Evaluation:
         return found
 
     def try_one_batch(self) -> None:
-        """Evaluate one batch, before the first step, so that a metric that fails does not cost the steps until then.
+        """Evaluate one batch before the first step, so that a failing metric is found before any step is taken.
 
         Raises:
             ConfigError: evaluations do not report such a metric.
@@ -85,7 +85,7 @@ class Evaluation:
 def _check(what: str, name: str, value: Any, examples: int) -> None:
     """Raise a UserError unless ``value``, of the metric ``name``, is a tensor with a value for each example."""
     if name == "loss":
-        raise UserError(f"{what} is the name of the loss: call the metric something else")
+        raise UserError(f"{what}: the name is reserved for the loss; choose another name for the metric")
     if not isinstance(value, Tensor) or value.shape != (examples,):
         shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"{what} should return a value for each example, a tensor of shape [{examples}], not {shape}")
+        raise UserError(f"{what} should return one value per example, a tensor of shape [{examples}], not {shape}")

@@ -66,7 +66,7 @@ class ExamplesTask(Task):
         return {"model_arguments": self.arguments}
 
     def announce(self, examples: int) -> None:
-        """Log what the run trains on: ``examples`` of which data, in how many epochs."""
+        """Log which data the run trains on, and how many epochs ``examples`` are."""
         train, val = len(self.data.train), len(self.data.val)
         LOGGER.info(
             "data %s: %s%s training and %s validation examples; %.2f epochs",
@@ -82,7 +82,7 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
     of their own; then the others.
 
     Raises:
-        UserError: what the data's function returns is something else.
+        UserError: the data's function does not return ``Splits``.
     """
     part = part_of("data", cfg.data)
     found: Splits | None = None

@@ -24,9 +24,9 @@ from wordrun.train.training import Hook, Training
 # The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
 PATIENCE_S = 300.0
 PATIENCE_STEPS = 20
-# If the rate of the next step fails on all ranks, it does so at the same time, apart from their hooks' own time.
+# If computing the learning rate fails on all ranks, they all get here within this time, which their hooks may take.
 TOGETHER_S = 60.0
-# A rank whose hook has failed reports that before the others.
+# The other ranks wait this long at the end, so that the rank whose hook has failed reports it first.
 REPORT_S = 1.0
 COMMUNICATION = (*compat.COLLECTIVES, "wordrun.dist")
 """Modules whose errors are about other ranks, whatever code has called them."""
@@ -34,7 +34,7 @@ COMMUNICATION = (*compat.COLLECTIVES, "wordrun.dist")
 
 @contextlib.contextmanager
 def noted(run_dir: str, rank: int, step: int = 0) -> Iterator[None]:
-    """Within the ``with`` block, write the traceback of a PartError to failures/, and add its file to the message."""
+    """Within the ``with`` block, write the traceback of a PartError to failures/, and name the file in the message."""
     try:
         yield
     except PartError as error:
@@ -110,12 +110,14 @@ def load_parts(cfg: Config, rank: int) -> dict[str, Hook]:
 
 @contextlib.contextmanager
 def explained(train: TrainConfig) -> Iterator[None]:
-    """Within the ``with`` block of a step, name the option of ``train`` that an error of torch's is due to."""
+    """Within the ``with`` block of a step, name the option of ``train`` that causes an error in torch."""
     try:
         yield
     except Exception as error:
         if train.deterministic and rng.has_no_deterministic_algorithm(error):
-            raise UserError(f"train.deterministic=true cannot train this model: {first_line(error)}") from error
+            raise UserError(
+                f"train.deterministic=true cannot train this model: {first_line(error)}; use train.deterministic=false"
+            ) from error
         if not (train.compile and compat.is_compile_error(error)):
             raise
         raise UserError(
@@ -125,17 +127,17 @@ def explained(train: TrainConfig) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a run ended with ``error``, for its record; if it hung, also the file that says for whom it waited."""
+    """Return why a run ended with ``error``, for its record; after a hang, also the file that reports it."""
     text = f"{type(error).__name__}: {first_line(error, 400)}"
     report = watch.reported()
-    return f"{text}; before that a hang: {relative(report)}" if report else text
+    return f"{text}; a hang was reported before: {relative(report)}" if report else text
 
 
 class FailedHooks:
-    """Ends a run after a hook has failed on some of the ranks, when all of them have saved a checkpoint together.
+    """Ends a run after a hook has failed on some of the ranks, once all ranks have saved a checkpoint together.
 
-    Until they agree to stop, this rank trains on without the hook. If that takes too long, because the hook of another
-    rank waits for this one, the job ends without a checkpoint.
+    Until they agree to stop, this rank continues to train without the hook. If that takes too long, because the hook of
+    another rank waits for this one, the job ends without a checkpoint.
     """
 
     def __init__(self, trainer: Training) -> None:
@@ -160,7 +162,7 @@ class FailedHooks:
     def without_rate(self, error: UserError) -> None:
         """Prepare to save and stop, because the learning rate of the next step could not be computed.
 
-        A rank cannot take the step with another rate than the others, whose weights would then differ.
+        If one rank took the step with a different rate, its weights would no longer match those of the others.
 
         Raises:
             UserError: ``error``, if other ranks have a rate and are taking the step, which needs all of them.
@@ -185,14 +187,14 @@ class FailedHooks:
             raise UserError(f"rank {rank}: {text}")
 
     def wait(self) -> None:
-        """At the end, after an error that all ranks know of, wait for rank 0's files, and let the rank report it."""
+        """At the end, after an error that all ranks know of, wait for rank 0's files; the failed rank reports first."""
         self.close()  # also after any other error
         if self.together and self.trainer.world.size > 1:
             dist.share(None, self.trainer.world)
             time.sleep(0.0 if self._is_noted else REPORT_S)
 
     def close(self) -> None:
-        """Stop watching the time: the ranks have agreed, and a checkpoint may take long."""
+        """Cancel the timeout: the ranks have agreed, and writing a checkpoint may take a long time."""
         self._ended.set()
 
     def _watch(self) -> None:

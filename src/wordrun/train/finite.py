@@ -23,9 +23,9 @@ MAX_SKIPPED = 100
 def counts(trainer: Training, result: StepResult) -> bool:
     """Return whether the step with this ``result`` counts; if not, it was skipped or undone. Every rank must call this.
 
-    On an accelerator only logged steps, evaluations and checkpoints are checked, since reading the result would
-    synchronize with the device, and so with islands, which would wait for each other; with train.on_nonfinite=skip,
-    every step is checked.
+    On an accelerator, only steps that are logged, evaluated or saved are checked, because reading the result
+    synchronizes with the device. The same holds for islands, which would wait for each other. With
+    train.on_nonfinite=skip, every step is checked.
 
     Raises:
         UserError: the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not helped.

@@ -1,4 +1,4 @@
-"""The help of ``wordrun train``: a screen of overview, and the options of each config group."""
+"""The help of ``wordrun train``: a one-screen overview, and the options of each config group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Examples:
   wordrun data=sample train=smoke                a few steps, as a check
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
   wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep (see docs/sweeps.md)
---cfg job prints the config. Runs write below outputs/ (hydra.run.dir=DIR)."""
+--cfg job prints the config. Runs go to outputs/ (or hydra.run.dir=DIR)."""
 EXPERIMENT = "experiment"
 GROUPS = (*SECTIONS, EXPERIMENT)
 METRICS = "metrics"
@@ -114,7 +114,7 @@ def _group(parts: dict[str, Any], group: str, folders: Sequence[Path], names: bo
 
 
 def _about(name: str, options: type[Any]) -> str:
-    """Return what the dataclass ``options`` says about itself, as a paragraph."""
+    """Return the docstring of the dataclass ``options``, as a paragraph."""
     return textwrap.fill(f"{name}: {' '.join((options.__doc__ or '').split())}", help_width(), break_on_hyphens=False)
 
 

@@ -92,9 +92,9 @@ def next_steps(
         again = resume_command(run_dir, run_dir, command, ranks)
         return f"to continue from step {checkpoints[-1].step}:\n  {again}"
     wordrun = shlex.join(_program(command))
-    place = shlex.quote(str(relative(run_dir)))
-    steps = {"generate text": f"{wordrun} generate run={place}"} if generates else {}
-    steps["export the model"] = f"{wordrun} export run={place}{'' if huggingface else ' form=checkpoint'}"
+    quoted = shlex.quote(str(relative(run_dir)))
+    steps = {"generate text": f"{wordrun} generate run={quoted}"} if generates else {}
+    steps["export the model"] = f"{wordrun} export run={quoted}{'' if huggingface else ' form=checkpoint'}"
     if command:
         steps["train further"] = resume_command(run_dir, run_dir, command, ranks, f"train.max_iters={2 * max_iters}")
     return "\n  ".join([f"next: {', '.join(steps)}", *steps.values()])
@@ -110,7 +110,7 @@ def has_huggingface_format(cfg: ModelConfig) -> bool:
         architecture(cfg)
     except UserError:
         return False
-    return not getattr(cfg, "balance_rate", 0.0)  # there, routers have no biases
+    return not getattr(cfg, "balance_rate", 0.0)  # in that format, routers have no biases
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:

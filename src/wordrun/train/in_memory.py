@@ -1,6 +1,6 @@
 """Checkpoints in the nodes' memory: each rank's share, and on the next node a copy of it, for restarts after failures.
 
-How one is written; training waits only for the first part:
+How a checkpoint is written; training waits only for step 1:
 
 1. Every rank copies its share into a file in its node's memory.
 2. When all files are complete, each node adds index and manifest, and gives its part the final name.
@@ -8,8 +8,8 @@ How one is written; training waits only for the first part:
 4. Ranks fetch copies of the shares of the node before theirs.
 
 So at any moment all shares of one checkpoint are in the memory of their own nodes: it does not matter when ranks are
-killed. A node may be lost at any time except during the fourth part: to keep the previous checkpoint until it is over
-would take a third more memory.
+killed. A node may be lost at any time except during step 4: keeping the previous checkpoint until its end would take a
+third more memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from wordrun.train.checkpoint import BackgroundSaves, SaveError
 
 # However a run ends, it waits this long [s] for the checkpoint being written.
 LAST_SAVE_S = 5.0
-# More bytes than any node has: whatever is not needed makes room.
+# More bytes than any node has, so that everything that is not needed is removed.
 ALL = 2**62
 
 
@@ -61,7 +61,7 @@ class Nodes:
         self.local = self.ranks[self.here]
         """The ranks of this rank's node."""
         self.place = self.local.index(world.rank)
-        """This rank's place among them; the first acts for the node."""
+        """This rank's index among them; the first acts for the node."""
         before = self.ranks[self.here - 1] if len(self.ranks) > 1 else []
         self.sources = before[self.place :: len(self.local)]
         """The ranks on the node before this one whose shares this rank copies."""
@@ -95,7 +95,7 @@ class MemoryCheckpoints(BackgroundSaves):
         self._own = 0
         """Bytes of the shares of this node's ranks; 0: not known yet."""
         self._lacks = self._lacks_copies = False
-        """Whether the last checkpoint, or its copies, could not be kept, of which there is one warning."""
+        """Whether the last checkpoint, or its copies, could not be kept; this is warned about once."""
 
     @property
     def acts(self) -> bool:
@@ -116,11 +116,11 @@ class MemoryCheckpoints(BackgroundSaves):
         return first_text(problem, self.world.device)[1]
 
     def check(self, begin: Callable[[Hold], Save], *, resumed: bool) -> None:
-        """Compare what checkpoints need with the memory of each node, once the first step has made all state.
+        """Compare what checkpoints need with the memory of each node, once the first step has allocated all state.
 
         Args:
             begin: ``Backend.begin_save`` with its other arguments.
-            resumed: whether the run has resumed, so that memory may be missing only for a while.
+            resumed: whether the run has resumed, so that memory may be short only temporarily.
 
         Raises:
             ConfigError: a node has less, and the run is new or train.on_save_error=stop.
@@ -144,17 +144,17 @@ class MemoryCheckpoints(BackgroundSaves):
             if self.acts:
                 self.memory.clean(needed)
                 if (room := self.memory.room()) < needed:
-                    what = f"its share of the state, {readable(self._own)}, twice while the next one is written"
+                    what = f"this node's share of the state, {readable(self._own)}, twice while the next one is written"
                     copy = f", and a copy of another node's, {readable(other)}" if other else ""
                     raise UserError(
-                        f"checkpoints in memory need {readable(needed)} in {self.memory.root} ({what}{copy}), and "
-                        f"{readable(room)} are free"
+                        f"checkpoints in memory need {readable(needed)} in {self.memory.root} ({what}{copy}), but "
+                        f"only {readable(room)} are free"
                     )
 
         if problem := self.problem_of(compare):
             if not resumed or self.train.on_save_error == "stop":
                 raise ConfigError(self._refusal(problem))
-            text = "%s; training continues without, and tries again every %d steps"
+            text = "%s; training continues without checkpoints in memory, and retries every %d steps"
             LOGGER.warning(text, problem, self.interval, extra=FIRST_RANK)
             self._lacks = True
             return
@@ -182,7 +182,7 @@ class MemoryCheckpoints(BackgroundSaves):
         save, problem = None, ""
         try:
             if (free := self.memory.free()) < self._own:
-                raise OSError(f"needs {readable(self._own)}, and {readable(free)} are free")
+                raise OSError(f"needs {readable(self._own)}, but only {readable(free)} are free")
             save = begin(hold)
         except OSError as error:
             problem = f"{self.memory.root} on {self.nodes.host}: {first_line(error)}"
@@ -208,7 +208,7 @@ class MemoryCheckpoints(BackgroundSaves):
             if self.acts:
                 self.memory.keep_only(name)
             if self._lacks:
-                LOGGER.info("checkpoints in memory are kept again, beginning with step %d", step)
+                LOGGER.info("checkpoints are kept in memory again, from step %d on", step)
             self._lacks = False
             self._copy(step, name)
         except Exception as error:
@@ -254,10 +254,11 @@ class MemoryCheckpoints(BackgroundSaves):
         except OSError as error:
             problem = f"{self.nodes.host}: {first_line(error)}"
         problem, _ = self._agreement.meet(problem)
-        told, self._lacks_copies = self._lacks_copies, bool(problem)
-        if problem and not told:
+        warned, self._lacks_copies = self._lacks_copies, bool(problem)
+        if problem and not warned:
             LOGGER.warning(
-                "step %d is in memory, but not on a second node (%s); training continues", step, problem,
+                "the checkpoint of step %d is in memory, but without a copy on another node (%s); training continues",
+                step, problem,
                 extra=FIRST_RANK,
             )  # fmt: skip
 

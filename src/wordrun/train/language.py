@@ -82,9 +82,9 @@ class LanguageTask(Task):
 
     @classmethod
     def settle(cls, cfg: Config, world: dist.World) -> tuple[Config, str | None]:
-        """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has made it the sample.
+        """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has replaced the text.
 
-        A run on the sample is called so, in its directory and everywhere else.
+        The run is then named after the sample, in its directory and everywhere else.
         """
         if cfg.data.kind != "download":
             return cfg, None
@@ -120,7 +120,7 @@ class LanguageTask(Task):
         tokens, targets = torch.empty(2, 1, size, dtype=torch.int64, device="meta")
         batch = _Watched(tokens, targets, eot=0, scale=torch.empty((), device="meta"))
         flops = flops_of(model, batch)
-        if flops:  # else it cannot be run without values, and may read more than it has come to
+        if flops:  # else it cannot run without values, and may have failed before it read all that it uses
             self._check_reads(type(model).__name__, batch.read)
         return flops
 
@@ -132,14 +132,14 @@ class LanguageTask(Task):
             option = " with data.mask_documents=true" if data.mask_documents else ""
             raise ConfigError(
                 f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {model}.losses does not "
-                f"read {' and '.join(unread)}, so its losses would be wrong; let it read them, or choose other data"
+                f"read {' and '.join(unread)}, so its losses would be wrong; use them in losses, or choose other data"
             )
 
     def _check_vocabulary(self) -> None:
         data, size = self.cfg.data.name, getattr(self.cfg.model, "vocab_size", None) or self.vocab_size
         if size < self.vocab_size:
             raise ConfigError(
-                f"model.vocab_size={size} is too small for data={data}, which has {self.vocab_size} tokens: "
+                f"model.vocab_size={size} is too small for data={data}, whose vocabulary has {self.vocab_size} tokens: "
                 f"leave it out, or use at least {self.vocab_size}"
             )
         try:
@@ -162,9 +162,9 @@ class LanguageTask(Task):
         weights, cfg = self._base_weights(world), self.cfg
         if weights is not None and cfg.lora_rank:
             source = str(cfg.train.init_from)
-            place = source.removeprefix("hf:")
-            if Path(place).expanduser().exists():  # else the name of a model
-                source = source.removesuffix(place) + str(files.absolute(place))
+            path = source.removeprefix("hf:")
+            if Path(path).expanduser().exists():  # else the name of a model
+                source = source.removesuffix(path) + str(files.absolute(path))
             self.base = {"source": source, "digest": lora.digest(weights, self.initial_model)}
         return weights
 
@@ -210,11 +210,11 @@ class LanguageTask(Task):
         self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
         temperature: float | None = None, top_k: int | None = None, seed: int | None = None,
     ) -> str:  # fmt: skip
-        """Return ``prompt`` and its generated continuation, of pairs the answer; every rank must call this.
+        """Return ``prompt`` and its generated continuation, for pairs the answer; every rank must call this.
 
         Args:
             backend: holds the model.
-            prompt: to be continued; None: train.sample_prompt or, of pairs, by default the first validation prompt.
+            prompt: to be continued; None: train.sample_prompt or, for pairs, by default the first validation prompt.
             length: number of tokens to generate; None: train.sample_tokens.
             temperature: divides the logits; None: train.temperature.
             top_k: sample from the k most likely tokens; None: train.top_k.
@@ -238,10 +238,10 @@ class LanguageTask(Task):
         vocab_size = self.meta_model.vocab_size if isinstance(self.meta_model, Transformer) else self.vocab_size
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-            # Without padding, so that every layout draws the same tokens.
+            # Without the vocabulary's padding, so that every layout draws the same tokens.
             return backend.logits(tokens)[:, :vocab_size]
 
-        # Without compilation, which would run again for each length of the growing text.
+        # Without torch.compile, which would recompile for each length of the growing text.
         eager = torch.compiler.set_stance("force_eager") if compat.compiler_is_loaded() else nullcontext()
         with evaluation_mode(backend), eager:
             text = generate(
@@ -251,7 +251,7 @@ class LanguageTask(Task):
         return self.tokenizer.decode(self._shown(text[0].cpu().numpy(), len(begin)))
 
     def _begin(self, prompt: str) -> NDArray[Any]:
-        """Return the tokens that a sample continues; of pairs, the end-of-text token and what precedes the answer."""
+        """Return the tokens that a sample continues; for pairs, the end-of-text token and what precedes the answer."""
         if self.cfg.data.kind != "pairs":
             return self.tokenizer.encode(prompt)
         if prompt == TrainConfig.sample_prompt:
@@ -262,9 +262,9 @@ class LanguageTask(Task):
         return np.append(self.tokenizer.eot, self.tokenizer.encode(before)).astype(np.int64)
 
     def _shown(self, text: NDArray[Any], begin: int) -> NDArray[Any]:
-        """Return what to show of a sample whose first ``begin`` tokens were given: of pairs, up to the answer's end.
+        """Return what to show of a sample whose first ``begin`` tokens were given: for pairs, up to the answer's end.
 
-        The rest was generated, too: if ranks drew different tokens, they would otherwise wait for each other.
+        The rest is generated anyway: ranks that stopped at different lengths would wait for each other.
         """
         if self.cfg.data.kind != "pairs":
             return text
@@ -294,7 +294,7 @@ class LanguageTask(Task):
         return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size, **base}
 
     def announce(self, examples: int) -> None:
-        """Log what the run trains on: ``examples`` of which data, in how many epochs."""
+        """Log which data the run trains on, and how many epochs ``examples`` are."""
         corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",

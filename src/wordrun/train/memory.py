@@ -1,4 +1,4 @@
-"""Does the run fit into memory? Asked before anything is built, and explained if memory runs out anyway."""
+"""Checks before anything is built whether the run fits into memory, and explains an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIGNS = re.compile(r"out of memory|out_of_(host|device)_memory|alloc_failed|can'
 
 
 class MemoryCheck:
-    """Compares the estimate of ``wordrun plan`` with the memory of the rank that has least.
+    """Compares the estimate of ``wordrun plan`` with the memory of the rank that has the least.
 
     Every rank must create one, before any of them allocates its share: the ranks agree on the figure, and so on what
     follows from it.
@@ -42,8 +42,8 @@ class MemoryCheck:
         self.device, self.world, self.layout = torch.device(world.device), world, layout
         if cfg.train.activation_offload and self.device.type == "cpu":
             raise ConfigError(
-                "train.activation_offload=true moves activations from an accelerator to host memory, and this run is "
-                "on CPUs, where they are already there: omit it, or use train.activation_checkpointing"
+                "train.activation_offload=true moves activations from an accelerator to host memory, but this run is "
+                "on CPUs, where they are in host memory anyway: omit it, or use train.activation_checkpointing"
             )
         self.asked = cfg
         self.cfg = replace(cfg, train=replace(cfg.train, dtype=fast_dtype(cfg.train.dtype, self.device)))
@@ -68,8 +68,8 @@ class MemoryCheck:
             self._refuse(self._fit)
         elif self.cfg.train.memory_budget_gb is not None:
             raise ConfigError(
-                f"train.memory_budget_gb={self.cfg.train.memory_budget_gb:g} needs an estimate of the memory, and "
-                f"there is none for model={self.cfg.model.name}: set train.activation_checkpointing"
+                f"train.memory_budget_gb={self.cfg.train.memory_budget_gb:g} needs an estimate of the memory, but "
+                f"there is none for model={self.cfg.model.name}: set train.activation_checkpointing instead"
             )
 
     @property
@@ -99,7 +99,7 @@ class MemoryCheck:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Within the ``with`` block, turn an error that memory ran out into a message that says what took it."""
+        """Within the ``with`` block, turn an out-of-memory error into a message that says what uses the memory."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:

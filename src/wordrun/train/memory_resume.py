@@ -22,7 +22,7 @@ class LostError(UserError):
 
 @dataclass
 class InMemory:
-    """A checkpoint of which the nodes have all shares together."""
+    """A checkpoint whose shares are all in the memory of some node."""
 
     saves: MemoryCheckpoints
     name: str
@@ -55,7 +55,7 @@ class InMemory:
                 self._brought.append(self.saves.fetch(address, self.name, rank))
 
         if problem := self.saves.problem_of(fetch):
-            raise LostError(f"step {self.step} in memory cannot be read: {problem}")
+            raise LostError(f"the checkpoint of step {self.step} in memory cannot be read: {problem}")
 
     def release(self) -> None:
         """Remove what ``bring`` has fetched, once all ranks have read it."""
@@ -94,10 +94,10 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
         for name, facts in offer.items()
         if facts["run"] == start or name == resumed
     }  # fmt: skip
-    why = "memory has none of this run's"
+    why = "no checkpoint of this run is in memory"
     for name, facts in sorted(known.items(), key=lambda pair: -pair[1]["step"]):
         if facts["step"] < least:
-            return None, f"memory has only step {facts['step']}"
+            return None, f"the newest one in memory is of step {facts['step']}"
         damaged = gather_json(saves.memory.verify(name, nodes.place, len(nodes.local)), world.device)
         holders: dict[int, list[int]] = {}
         for node, ranks in enumerate(nodes.ranks):
@@ -107,11 +107,11 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
         if missing := [rank for rank in range(facts["shards"]) if rank not in holders]:
             shown = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
             shares = "share of rank" if len(missing) == 1 else "shares of ranks"
-            why = f"of step {facts['step']}, memory lacks the {shares} {shown}"
+            why = f"the checkpoint of step {facts['step']} in memory lacks the {shares} {shown}"
             continue
         found = InMemory(saves, name, facts["step"], holders)
         if problem := saves.problem_of(partial(found.bring_manifest, offers)):
-            why = f"step {facts['step']} in memory cannot be read: {problem}"
+            why = f"the checkpoint of step {facts['step']} in memory cannot be read: {problem}"
             continue
         return found, ""
     return None, why

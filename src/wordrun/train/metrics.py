@@ -27,12 +27,12 @@ PASSES = ("data", "forward", "backward", "passes")
 """The phases of a step in which a rank works by itself; on an accelerator, they may contain collectives."""
 PHASES = (*PASSES, "communication", "optimizer")
 GATHERED = 64
-"""Up to so many ranks, each gets the times of all of them; with more, what is sent would grow with their number."""
+"""Up to this many ranks, each gets the times of all; beyond, the messages would grow with the number of ranks."""
 RANK_BITS = 24
 """A rank's time in microseconds and its number are compared as one integer, whose last bits are the number."""
 BINS = 32
-"""With more than ``GATHERED`` ranks, the median is known to this share of the difference between the slowest and the
-fastest."""
+"""With more than ``GATHERED`` ranks, the median is accurate to 1 / ``BINS`` of the difference between the slowest and
+the fastest."""
 IN_USE = re.compile(rb"(VmRSS|VmHWM):\s+(\d+)")
 """The process's memory and its peak in /proc/self/status [KiB]."""
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
@@ -132,7 +132,7 @@ class Meter:
         Args:
             values: any numbers.
             own: this rank's time, without waiting for others [s].
-            most: numbers that are known to 1e-6.
+            most: numbers, which may be rounded to 1e-6.
 
         Returns:
             The means; the maxima, the rank whose ``own`` is the largest, and how far it is above the median [s].

@@ -27,7 +27,7 @@ class Part(NamedTuple):
     items: list[int]
     """Their numbers."""
     rows: list[Rows]
-    """How each divides into matrices."""
+    """How each is divided into matrices."""
     owners: Owners
 
 
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state that is loaded, for AdamW too."""
+        """Use the loaded state for AdamW, too."""
         super().__setstate__(state)
         self._share()
 
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
     def _step_part(
         self, part: Part, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
     ) -> None:
-        """Step ``parameters`` by their orthogonalized ``directions``, and AdamW's while the first are on their way."""
+        """Step ``parameters`` by their orthogonalized ``directions``; AdamW's step overlaps the first exchange."""
         owners, rows = part.owners, part.rows
         directions = [each.to(owners.device, owners.dtype) for each in directions]
         gathering = owners.to_owners(0, directions)
@@ -90,11 +90,11 @@ class Muon(torch.optim.Optimizer):
             compat.step(self.adamw)
         under_way: list[Callable[[], dict[int, Tensor]]] = []
         for bucket in range(len(owners.routes)):
-            wholes = gathering()
+            complete = gathering()
             if bucket + 1 < len(owners.routes):
                 gathering = owners.to_owners(bucket + 1, directions)
-            under_way.append(owners.from_owners(bucket, self._orthogonal(wholes, rows)))
-            if bucket:  # the next is on its way
+            under_way.append(owners.from_owners(bucket, self._orthogonal(complete, rows)))
+            if bucket:  # this bucket's results are in transit meanwhile
                 self._update(part, parameters, under_way.pop(0)())
         self._update(part, parameters, under_way.pop()())
 
@@ -145,18 +145,21 @@ class Muon(torch.optim.Optimizer):
             return means
         return [gradient.lerp(mean, momentum) for gradient, mean in zip(gradients, means, strict=True)]
 
-    def _orthogonal(self, wholes: dict[int, Tensor], rows: Sequence[Rows]) -> dict[int, Tensor]:
-        """Return the orthogonalized ``wholes``, by the number of their parameter."""
-        stacks = {item: divided(whole, rows[item]) for item, whole in wholes.items()}
+    def _orthogonal(self, complete: dict[int, Tensor], rows: Sequence[Rows]) -> dict[int, Tensor]:
+        """Return the orthogonalized ``complete`` matrices, by the number of their parameter."""
+        stacks = {item: divided(each, rows[item]) for item, each in complete.items()}
         done = iter(orthogonalized([matrix for stack in stacks.values() for matrix in stack], iterations(self.cfg)))
         return {
-            item: joined(torch.stack([next(done) for _ in stack]), rows[item], wholes[item].shape)
+            item: joined(torch.stack([next(done) for _ in stack]), rows[item], complete[item].shape)
             for item, stack in stacks.items()
         }
 
 
 def update(p: Tensor, direction: Tensor, rate: float, factor: float, decay: float, *, cautious: bool) -> None:
-    """Step ``p`` against ``direction``, with decoupled weight decay; if ``cautious``, of weights that shrink anyway."""
+    """Step ``p`` against ``direction``, with decoupled weight decay.
+
+    If ``cautious``, only weights that the step makes smaller anyway are decayed.
+    """
     direction = direction.to(p.device, p.dtype)
     if cautious and decay:
         p.addcmul_(p, (p * direction > 0).to(p.dtype), value=-rate * decay)
@@ -191,6 +194,6 @@ def rows_for(split: str, rows: Rows) -> Rows:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the iterations: on CPUs, bf16 products are slow or, without instructions, hopeless."""
+    """Return the dtype of the iterations: on CPUs, bf16 products are slow, even more so without instructions."""
     fast = device.type != "cpu" if precision == "auto" else precision == "bf16"
     return torch.bfloat16 if fast else torch.float32

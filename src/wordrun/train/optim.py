@@ -48,7 +48,7 @@ class Lion(torch.optim.Optimizer):
 def decay_groups(cfg: OptimizerConfig, parameters: Named) -> list[dict[str, Any]]:
     """Return groups of parameters: matrices, with weight decay, and vectors, without.
 
-    Experts on other ranks are a third group: with torch 2.8, operations on several tensors need all on the same mesh.
+    Experts on other ranks are a third group: with torch 2.8, foreach operations need all tensors on the same mesh.
     """
     parameters = list(parameters)
     experts = [p for _, p in parameters if "ep" in compat.mesh_axes(p)]

@@ -15,7 +15,7 @@ Iteration = tuple[float, float, float]
 
 
 def orthogonalized(matrices: Sequence[Tensor], iterations: Sequence[Iteration]) -> list[Tensor]:
-    """Return for each matrix U S V' about U V'; all matrices of the same shape, or its transpose, in one computation.
+    """Return approximately U V' for each matrix U S V'; matrices of one shape, or its transpose, in one computation.
 
     Args:
         matrices: each (n, m); their dtype is that of the computation.
@@ -44,10 +44,10 @@ def newton_schulz(x: Tensor, iterations: Sequence[Iteration]) -> Tensor:
 
 
 def _by_gram(x: Tensor, iterations: Sequence[Iteration]) -> Tensor:
-    """Return what ``newton_schulz`` does in half the time, by products of n x n matrices only, all but two.
+    """Return what ``newton_schulz`` does in half the time: all but two of its products are of n x n matrices.
 
-    Each iteration multiplies X by a polynomial P of X X'. P commutes with X X', which it makes P X X' P. The squares in
-    X X' cost half the digits of small singular values, which fp32 has to spare and bf16 has not.
+    Each iteration multiplies X by a polynomial P of X X'. P commutes with X X', which becomes P X X' P. The squares in
+    X X' cost half the digits of small singular values, which fp32 can spare and bf16 cannot.
     """
     gram, product = x @ x.mT, None
     for number, (a, b, c) in enumerate(iterations, start=1):
@@ -67,7 +67,7 @@ def divided(parameter: Tensor, rows: Rows) -> Tensor:
 
 
 def joined(matrices: Tensor, rows: Rows, shape: torch.Size) -> Tensor:
-    """Return the parameter of this ``shape`` that ``divided`` made ``matrices`` of."""
+    """Return the parameter of this ``shape`` from which ``divided`` made ``matrices``."""
     by_kind = matrices.view(rows.kinds, rows.heads, -1, matrices.shape[-1])
     return by_kind.transpose(0, 1).reshape(shape)
 

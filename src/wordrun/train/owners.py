@@ -1,4 +1,4 @@
-"""Gives each rank whole matrices to work on, of matrices that are sharded over the ranks or copied to all of them.
+"""Gives each rank complete matrices to work on, although they are sharded over the ranks or replicated on all.
 
 Each matrix has an owner. The shards go to the owners, and the results back, in one all-to-all per bucket and direction;
 while one bucket is under way, another is computed. Every rank computes its own part of this from how the matrices are
@@ -20,11 +20,11 @@ from torch import Tensor
 from wordrun.checkpoint.grid import Box, Cut, Grid
 
 BUCKET = 2**21
-"""Elements from which a rank's matrices are enough for a bucket: 8 MiB in fp32."""
+"""A bucket has about this many elements per rank: 8 MiB in fp32."""
 
 
 class Transfer(NamedTuple):
-    """A box of the matrix ``item`` on its way."""
+    """A box of the matrix ``item`` to be sent."""
 
     source: int
     target: int
@@ -75,7 +75,7 @@ class Owners:
     device: torch.device
 
     def to_owners(self, bucket: int, mine: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
-        """Send this rank's shards of the matrices in ``bucket``; the result returns the complete ones that it owns."""
+        """Send this rank's shards of ``bucket``'s matrices; return a function that returns the complete ones owned."""
         finish = self._exchange(self.routes[bucket][0], lambda each: mine[each.item])
 
         def assemble() -> dict[int, Tensor]:
@@ -90,14 +90,14 @@ class Owners:
         return assemble
 
     def from_owners(self, bucket: int, complete: dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
-        """Send the parts of the matrices that this rank owns in ``bucket``; the result returns this rank's shards."""
+        """Send out the matrices that this rank owns in ``bucket``; return a function that returns its shards of all."""
         finish = self._exchange(self.routes[bucket][1], lambda each: complete[each.item][each.box.window])
         return lambda: {each.item: shard for each, shard in finish()}
 
     def _exchange(
         self, route: Route, data: Callable[[Transfer], Tensor]
     ) -> Callable[[], Iterator[tuple[Transfer, Tensor]]]:
-        """Begin an all-to-all; the result waits for it, and returns what arrives at this rank."""
+        """Begin an all-to-all; return a function that waits for it, and returns what arrives at this rank."""
         kept = [(each, data(each)) for each in route.kept]
         if route.is_silent:
             return lambda: iter(kept)
@@ -121,11 +121,11 @@ class Owners:
 def assign(
     grids: Sequence[Grid], costs: Sequence[float], group: Any, dtype: torch.dtype, device: torch.device
 ) -> Owners:
-    """Divide matrices among the ranks of ``group``, who hold their shards.
+    """Divide matrices among the ranks of ``group``, which hold their shards.
 
     Args:
         grids: how each matrix is divided.
-        costs: what each matrix takes to work on.
+        costs: the cost of the work on each matrix.
         group: the ranks; None: this rank alone.
         dtype: of what is exchanged.
         device: where the group communicates.
@@ -165,7 +165,7 @@ class Holders:
     """The group's ranks, by their numbers in the job."""
 
     def place(self, rank: int) -> int:
-        """Return the number of the box that a rank of the group holds, as ``Grid.overlapping`` counts."""
+        """Return the number of the box that a rank of the group holds, numbered as in ``Grid.overlapping``."""
         return sum(self.numbers[rank] // cut.stride % cut.shards * cut.stride for cut in self.cuts)
 
     @cached_property
@@ -177,13 +177,13 @@ class Holders:
         return found
 
     def source(self, place: int, owner: int) -> int:
-        """Return which of the holders of a box sends it to ``owner``, who may have it."""
+        """Return which of the holders of a box sends it to ``owner``, which may itself be one of them."""
         ranks = self.by_place[place]
         return owner if self.place(owner) == place else ranks[owner % len(ranks)]
 
 
 def _boxes(grid: Grid) -> dict[int, Box]:
-    """Return the boxes that are not empty, by place."""
+    """Return the boxes that are not empty, by their numbers."""
     return dict(grid.overlapping(Box((0,) * len(grid.shape), grid.shape)))
 
 
@@ -206,5 +206,5 @@ def _from(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[
         mine = [Transfer(owner, each, item, part) for at, part in boxes for each in held.by_place[at]]
     else:
         mine = [Transfer(owner, rank, item, box)] if box.numel else []
-    is_whole = grid.box(held.numbers[owner]).shape == grid.shape
-    return mine, is_whole and held.by_place[held.place(owner)] == [owner]
+    is_complete = grid.box(held.numbers[owner]).shape == grid.shape
+    return mine, is_complete and held.by_place[held.place(owner)] == [owner]

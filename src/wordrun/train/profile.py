@@ -132,7 +132,7 @@ class MemoryProfiler(Profiler):
     def start(self) -> None:
         """Start recording."""
         self._steps, self._written = 0, False
-        self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the model, if it is there
+        self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the model, if it is on CUDA
         if self._on_cuda:
             compat.record_memory(self.options.entries)
         else:
@@ -140,7 +140,7 @@ class MemoryProfiler(Profiler):
             self._profile.start()
 
     def step(self) -> None:
-        """Note the end of a step; write once those to record are over."""
+        """Count a step; write the snapshot after the last step to record."""
         self._steps += 1
         if not self._on_cuda:
             self._profile.step()
@@ -252,7 +252,10 @@ def build(cfg: Config, world: World) -> Profiler:
     """
     options = cfg.profiler
     if max(options.ranks, default=0) >= world.size:
-        raise ConfigError(f"profiler.ranks={options.ranks} should be below the number of ranks, {world.size}")
+        raise ConfigError(
+            f"profiler.ranks={options.ranks} contains a rank that does not exist: this run has {world.size} ranks, "
+            "numbered from 0"
+        )
     part = part_of("profiler", options)
     make = part.build if part.load().every_rank or world.rank in options.ranks else Profiler
     profiler: Profiler = make(options, Path(cfg.run_dir).resolve() / "profile", world.rank)

@@ -1,4 +1,4 @@
-"""The faults after which ``launch`` has started a run's ranks again, and what each has cost, for run.json."""
+"""The faults after which ``launch`` has restarted a run's ranks, and what each has cost, for run.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Recoveries:
     """The faults of a run so far.
 
     Args:
-        before: those that run.json has.
+        before: those already in run.json.
         step: where the run resumes.
         source: ``memory`` or ``disk``; None: it starts at step 0.
     """
@@ -31,7 +31,7 @@ class Recoveries:
         """Each with the keys rank, pid, cause, last_step, time, resumed_step, source and seconds, if known."""
 
     def complete(self) -> bool:
-        """After a step, note how long it took to get there since the last fault; return whether there is news."""
+        """After a step, note how long it took to get there since the last fault; return whether that adds anything."""
         faults, self._new = self._new, []
         for fault in faults:
             fault["seconds"] = round(time.time() - fault["time"], 3)

@@ -44,7 +44,7 @@ FREE = {
 }  # fmt: skip
 """Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
 
-# Where a new run begins, this many others are looked at for one to continue.
+# A new run looks at this many of the newest others for one that could be continued instead.
 NEWEST = 5
 
 
@@ -52,7 +52,7 @@ STATE = {
     "fixed": dict, "facts": dict, "metrics": dict, "seconds": float, "position": int, "backend_name": str,
     "layout": list,
 }  # fmt: skip
-"""What the manifest of a checkpoint contains from which a run can be resumed."""
+"""What the manifest of a checkpoint must contain for a run to resume from it."""
 
 
 def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = None) -> Start:
@@ -110,25 +110,25 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
     Raises:
         UserError: train.resume names no checkpoint, or an older one of the run that it would continue.
     """
-    wish = cfg.train.resume or ("auto" if requested else None)
-    if wish is None:
+    wanted = cfg.train.resume or ("auto" if requested else None)
+    if wanted is None:
         return None, []
     here = Path(cfg.run_dir).resolve()
     begun = read_json(here / RECORD) if cfg.run_dir else {}
-    run_dir, found = (here, []) if wish == "auto" else folders.locate(Path(wish))
+    run_dir, found = (here, []) if wanted == "auto" else folders.locate(Path(wanted))
     named = str(found[-1].path) if found else ""
-    again = requested and run_dir == here
-    if wish == "auto" or again or (begun and begun.get("resumed_from", {}).get("named") == named):
+    restarts = requested and run_dir == here
+    if wanted == "auto" or restarts or (begun and begun.get("resumed_from", {}).get("named") == named):
         return (here, folders.all_in(here)) if begun else (None, [])
     if run_dir != here and begun:
         raise ConfigError(
-            f"hydra.run.dir={here} already contains a run, which train.resume={wish} would overwrite: choose another "
+            f"hydra.run.dir={here} already contains a run, which train.resume={wanted} would overwrite: choose another "
             "directory, or resume that run with train.resume=auto"
         )
     newest = folders.all_in(run_dir)[-1:]
     if run_dir == here and newest and newest[0].step > found[-1].step:
         raise ConfigError(
-            f"train.resume={wish} is step {found[-1].step}, but the run has a checkpoint of step {newest[0].step}: "
+            f"train.resume={wanted} is step {found[-1].step}, but the run has a checkpoint of step {newest[0].step}: "
             "add hydra.run.dir=DIR to branch off there, or remove the later checkpoints"
         )
     return run_dir, found
@@ -185,12 +185,12 @@ def resume(trainer: Training, start: Start) -> Start:
         ``start``, or one of a checkpoint on disk if the one in memory turns out to be incomplete.
 
     Raises:
-        LostError: it does, and there is no checkpoint on disk.
+        LostError: the one in memory is incomplete, and there is no checkpoint on disk.
     """
     seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
         if start.why:
-            LOGGER.info("starting again at step 0, because no checkpoint is on disk, and %s", start.why)
+            LOGGER.info("starting over at step 0, because no checkpoint is on disk, and %s", start.why)
         return start
     path = start.folder.path
     check_options(trainer, start.manifest, path)
@@ -199,7 +199,7 @@ def resume(trainer: Training, start: Start) -> Start:
     except LostError as error:
         other = replace(find(trainer.cfg, trainer.world), why=str(error))
         if other.folder is None:
-            remedy = "the checkpoint stays in memory, so mend the cause and launch again"
+            remedy = "the checkpoint stays in memory: fix the cause, and launch again"
             raise LostError(f"{error}, and no checkpoint is on disk; {remedy}") from None
         return resume(trainer, other)
     trainer.state.load_state_dict(start.manifest)
@@ -276,7 +276,7 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMe
 
 
 def rank_seed(cfg: Config, rank: int) -> int:
-    """Return the seed of a rank's own draws: dropout, which no two ranks apply to the same elements."""
+    """Return the seed of a rank's own random numbers: dropout, which no two ranks apply to the same elements."""
     return cfg.train.seed + 1 + rank
 
 

@@ -91,7 +91,7 @@ class Run:
         if self.world.rank != 0:
             return
         if not self.cfg.run_dir:  # else it would be the current directory
-            raise ConfigError("the config has no run directory: create it by wordrun.compose(...), or set cfg.run_dir")
+            raise ConfigError("the config has no run directory: create it with wordrun.compose, or set cfg.run_dir")
         is_new, continues = start.source is None, start.source == self.path
         _make_folder(self.path, again=not is_new)
         self._lock = _lock_folder(self.path, patience_s=0 if is_new else LOCK_PATIENCE_S)
@@ -100,7 +100,7 @@ class Run:
             self._lock.close()
             raise ConfigError(
                 f"the run in {self.path} has advanced to step {newest} while this one waited for it to end: "
-                "start this one again"
+                "run the command again"
             )
         before = read_json(self.path / RECORD)
         logged = copy_until(start.source, self.path, start.step) if start.source else -1
@@ -150,7 +150,7 @@ class Run:
             TypeError: a metric is not a number.
         """
         if self.trackers:
-            if not self._logged:  # the first step is over, and must not wait for it
+            if not self._logged:  # only now, so that the first step does not wait for the import
                 self._logged = True
                 if self.cfg.train.report:
                     load_beside()
@@ -226,7 +226,7 @@ class Run:
                 self._lock.close()
 
     def pause(self) -> None:
-        """Close the trackers, with all that they have: the run resumes from a checkpoint, in this process."""
+        """Flush and close the trackers: the run resumes from a checkpoint, in this process."""
         self._each("finish", {}, 1)
         if self._lock is not None:
             self._lock.close()
@@ -249,7 +249,7 @@ def note_failure(run_dir: Path, rank: int, step: int, report: str) -> Path | Non
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """Return the metric ``value`` as a Python number; it may be NaN or infinite, which JSON lines have as null."""
+    """Return the metric ``value`` as a Python number; it may be NaN or infinite, which JSON lines store as null."""
     try:
         number = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):  # a tensor or array of several elements

@@ -35,9 +35,9 @@ def learning_rate(
 
 
 def checked_rate(rate: Any) -> float:
-    """Return ``rate`` as a float, or raise a ValueError if it is not a number."""
+    """Return ``rate`` as a float, or raise a ValueError if it is not a finite number."""
     if not hasattr(rate, "__float__") or not math.isfinite(rate):
-        raise ValueError(f"the learning rate is {rate!r}, not a number")
+        raise ValueError(f"the learning rate is {rate!r}, not a finite number")
     return float(rate)
 
 

@@ -24,7 +24,7 @@ class Spikes:
         self._window: deque[float] = deque(maxlen=self.options.window)
         """The losses of the last steps."""
         self._squares = deque(self._window, self.options.window)
-        """Their squares, because a step should cost microseconds."""
+        """Their squares, kept so that a step takes only microseconds."""
         self._highest: float | None = None
         """The highest score since the last call of ``metrics``."""
 
@@ -48,7 +48,7 @@ class Spikes:
 
     def score(self, loss: float) -> float | None:
         """Return the score of ``loss``, or None if there is none yet, and add it to the window."""
-        if not math.isfinite(loss):  # it would leave no mean to compare with
+        if not math.isfinite(loss):  # it would make the mean non-finite
             return None
         score, window = None, self._window
         if len(window) == window.maxlen:

@@ -33,7 +33,7 @@ class TrainState:
     step: int = 0
     """Optimizer steps, excluding steps that were skipped or undone by a rollback."""
     position: int = 0
-    """Examples taken from the data by all ranks together, in order; the next step begins with this one."""
+    """Examples taken from the data by all ranks together, in order: the index of the next step's first example."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The latest value of each metric."""
     best_loss: float | None = None

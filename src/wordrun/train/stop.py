@@ -22,7 +22,7 @@ AGREE_EVERY_S = 0.5
 SAME_S = 1.0
 
 
-# Instead of a signal's number, and above all of them: a hook has failed.
+# In place of a signal's number, and greater than any of them: a hook has failed.
 HOOK_FAILED = 1000
 
 

@@ -1,4 +1,4 @@
-"""The interface of tasks: a task makes batches and a model of the data, and knows what to report about them."""
+"""The interface of tasks: a task turns the data into batches, builds the model, and reports on both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Task:
     """What the examples are called."""
     make_model: MakeModel
     meta_model: Model
-    """The complete model, without memory."""
+    """The complete model, on the meta device: shapes without memory."""
     no_samples = "the data are not text"
     """Why the model cannot generate text; empty: it can."""
     tokenizer_json: str | None = None
@@ -68,7 +68,7 @@ class Task:
         """Check that train.init_from=``source`` exists, before the data are read; one rank calls this.
 
         Raises:
-            UserError: there is nothing.
+            UserError: it does not exist.
         """
         try:
             locate(Path(source))
@@ -86,7 +86,7 @@ class Task:
 
     @property
     def initial_model(self) -> Model:
-        """The model whose weights train.init_from names, without memory."""
+        """The model whose weights train.init_from names, on the meta device."""
         return self.meta_model
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
@@ -108,15 +108,14 @@ class Task:
         theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.initial_model.weights()}
         different = [
-            f"  {name} has the shape {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+            f"  {name}: shape {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here"
             for name in sorted(ours.keys() | theirs.keys())
             if ours.get(name) != theirs.get(name)
         ]
         if different:
             more = ["  ..."] if different[8:] else []
-            raise ConfigError(
-                "\n".join([f"train.init_from={source} is not a model={self.cfg.model.name}:", *different[:8], *more])
-            )
+            first = f"the weights in train.init_from={source} do not fit model={self.cfg.model.name}:"
+            raise ConfigError("\n".join([first, *different[:8], *more]))
         return mup.suited(saved.weights(), saved.config.model, self.cfg.model)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
@@ -152,7 +151,7 @@ class Task:
         raise NotImplementedError
 
     def announce(self, examples: int) -> None:
-        """Log what the run trains on: ``examples`` of which data, in how many epochs."""
+        """Log which data the run trains on, and how many epochs ``examples`` are."""
         raise NotImplementedError
 
 

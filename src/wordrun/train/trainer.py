@@ -51,7 +51,7 @@ class Summary:
     """None if the task has no tokens."""
     seconds: float
     loss: float | None
-    """Training loss of the last logged step; of text, in nats per token."""
+    """Training loss of the last logged step; for text, in nats per token."""
     val_loss: float | None
     best_val_loss: float | None
     best_metric: str
@@ -107,7 +107,7 @@ class Trainer(Training):
         world = self.world
         configured = load_parts(self.cfg, world.rank)
         task = task_of(self.cfg)
-        with watch.phase("preparing data", math.inf):  # hours for some; other ranks look at its progress
+        with watch.phase("preparing data", math.inf):  # may take hours; the other ranks watch its progress
             resume.check_source(self.cfg, world, task.check_source)
             self.cfg, banner = task.settle(self.cfg, world)
         cfg = self.cfg = sizes.fit(self.cfg, world.size)
@@ -319,7 +319,7 @@ class Trainer(Training):
             self.failed_hooks.wait()
 
     def _finish(self, error: str, *, failed: bool) -> None:
-        """Write how the run ended. A failure here must not hide the ``error`` that ended the run."""
+        """Record how the run ended. A failure here must not hide the ``error`` that ended the run."""
         try:
             drawn = self.run.finish(asdict(self.summary()), error)
         except (OSError, UserError):

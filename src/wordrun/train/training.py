@@ -153,7 +153,7 @@ class Hook:
         """Called before the first step."""
 
     def before_step(self, trainer: Training) -> None:
-        """Called before each step, also before one that will not count."""
+        """Called before each step, including one that is then skipped or undone."""
 
     def learning_rate(self, trainer: Training, scheduled: float) -> float:
         """Return the learning rate of the next step, the same on all ranks; the schedule's is ``scheduled``."""

@@ -37,7 +37,7 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
     elif kind == "gpt2":
         words = [base64.b64decode(word) for word in ours["ranks"].split()]
     else:
-        raise UserError(f"a tokenizer of the kind {kind} cannot be converted to a form that transformers reads")
+        raise UserError(f"a tokenizer of the kind {kind} cannot be converted to a format that transformers reads")
     return _of_bytes(words), len(words)
 
 
@@ -46,7 +46,7 @@ def chat_template(template: str, end: str) -> str:
 
     Args:
         template: data.template.
-        end: how a text contains the end-of-text token, which precedes each pair; empty: no text contains it.
+        end: the text of the end-of-text token, which precedes each pair; empty: it has none.
     """
     before, _, after = template.partition("{answer}")
     # A JSON string is a Jinja string, too.
@@ -55,7 +55,7 @@ def chat_template(template: str, end: str) -> str:
         "{% for message in messages %}"
         "{% if message['role'] == 'user' %}{{ " + before + ".replace('{prompt}', message['content']) }}"
         "{% elif message['role'] == 'assistant' %}{{ message['content'] + " + after + " }}"
-        "{% else %}{{ raise_exception('the model knows only messages of a user and an assistant') }}{% endif %}"
+        "{% else %}{{ raise_exception('the model supports only user and assistant messages') }}{% endif %}"
         "{% endfor %}"
     )
 

@@ -153,12 +153,12 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
     """
     if b"\0" in content:
         zero = at + content.index(b"\0")
-        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {zero}): name a text in UTF-8")
+        raise ConfigError(f"data.path={path} is a binary file (a zero at byte {zero}): name a UTF-8 text file")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example by "
+            f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example with "
             f"iconv -f latin1 -t utf-8 {path}"
         ) from None
 
@@ -266,7 +266,7 @@ def _parquet(path: str | Path, data: TextConfig) -> Any:
     try:
         file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # from pyarrow
-        raise ConfigError(f"{path} is a damaged .parquet ({first_line(error)}): copy it again") from None
+        raise ConfigError(f"{path} is a damaged .parquet file ({first_line(error)}): copy it again") from None
     kinds = {field.name: str(field.type) for field in file.schema_arrow}
     if kinds.get(data.text_key) not in ("string", "large_string", "string_view"):
         shown = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
@@ -281,4 +281,4 @@ def _of_rows(item: WorkItem, data: TextConfig) -> Iterator[str | None]:
             for batch in file.iter_batches(row_groups=[group], columns=[data.text_key]):
                 yield from batch.column(0).to_pylist()
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{item.path} is a damaged .parquet ({first_line(error)}): copy it again") from None
+        raise ConfigError(f"{item.path} is a damaged .parquet file ({first_line(error)}): copy it again") from None

@@ -59,7 +59,7 @@ class HubSource(Source):
         columns = dataset.column_names
         if columns is not None and data.text_key not in columns:
             raise ConfigError(
-                f"data.dataset={data.dataset} has no column data.text_key={data.text_key}, but {', '.join(columns)}"
+                f"data.dataset={data.dataset} has no column data.text_key={data.text_key}, only {', '.join(columns)}"
             )
         if hasattr(dataset, "__len__"):
             spans = [(start, min(start + ROWS, len(dataset))) for start in range(0, len(dataset), ROWS)]

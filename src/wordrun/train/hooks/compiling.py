@@ -21,7 +21,7 @@ from wordrun.train.training import Hook, Training
 WARM, STEPS = 3, 5
 """Steps that are left out, and steps that are measured after them, without and with compilation."""
 LEAST_S = 120.0
-"""A run of which less is left is not compiled [s]: that takes half a minute, and gains a fifth of what is left."""
+"""A run with less time left [s] is not compiled: compiling takes half a minute and saves a fifth of the rest."""
 FASTER = 0.98
 """Compiled steps have to take at most this share of the others."""
 
@@ -29,7 +29,7 @@ FASTER = 0.98
 class Compile(Hook):
     """Measures, decides once, and notes the decision in the log, in run.json and in checkpoints.
 
-    All ranks act alike, by the times of rank 0. A resumed run does as it did before, so that its losses stay the same.
+    All ranks follow rank 0's measurements. A resumed run keeps its earlier decision, so that its losses stay the same.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class Compile(Hook):
         reason = hindrance(trainer)
         if before is None and left <= 2 * (WARM + STEPS):
             reason = reason or f"{left} steps are too few to gain from it"
-        # A node without a compiler counts for all.
+        # If one node has no compiler, no rank compiles.
         if self._agree(trainer, wanted=bool(reason), by_all=True):
-            self._decide(trainer, False, reason or "another rank cannot")
+            self._decide(trainer, False, reason or "another rank cannot compile")
         elif before is not None:
-            self._decide(trainer, before, "as before the checkpoint")
+            self._decide(trainer, before, "as decided before the checkpoint")
 
     def before_step(self, trainer: Training) -> None:
         """Begin to measure."""

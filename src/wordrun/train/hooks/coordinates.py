@@ -34,7 +34,7 @@ class Coordinates(Hook):
         """
         cfg = trainer.cfg
         if math.prod((trainer.layout.cp, trainer.layout.tp, trainer.layout.pp)) > 1 or cfg.train.compile:
-            raise ConfigError("hooks=[coordinates] needs whole layers: use train.backend=DDP and train.compile=false")
+            raise ConfigError("hooks=[coordinates] needs unsplit layers: use train.backend=DDP and train.compile=false")
         if not isinstance(trainer.backend.parts[0], Transformer):
             raise ConfigError(f"hooks=[coordinates] is for transformers, which model={cfg.model.name} is not")
         self._first = self._activations(trainer)

@@ -199,7 +199,7 @@ class WithCurve(Progress):
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the curve, the bar and an empty line: ``launch`` forwards whole lines at once, and others later."""
+        """Yield the curve, the bar and an empty line: ``launch`` forwards complete lines at once, and others later."""
         if self._above is not None:
             yield self._above
         yield from super().get_renderables()
