@@ -47,10 +47,11 @@ class Saves(Hook):
         trainer.checkpoints.wait()
         os.sync()
         dist.barrier()
-        begin = time.perf_counter()
+        backend, begin = trainer.backend, time.perf_counter()
         if trainer.step % 2:
             if trainer.world.rank == 0:
-                torch.save(trainer.backend.state(), self.home / "blocking.pt")
+                state = {"model": backend.model_state(), "optimizer": backend.optimizer.state_dict()}
+                torch.save(state, self.home / "blocking.pt")
             dist.barrier()
         else:
             trainer.save()

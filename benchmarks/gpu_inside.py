@@ -69,11 +69,11 @@ class Waits:
     def __init__(self, trainer: Trainer) -> None:
         self.host_s: list[float] = []
         self.lap_s: list[float] = []
-        step, read = trainer.loader.step, trainer.meter.clock.read
+        take, read = trainer.loader.take, trainer.meter.clock.read
 
-        def timed(number: int) -> Any:
+        def timed(first: int, gas: int) -> Any:
             began = time.perf_counter()
-            batches = step(number)
+            batches = take(first, gas)
             self.host_s.append(time.perf_counter() - began)
             return batches
 
@@ -82,7 +82,7 @@ class Waits:
             self.lap_s.append(seconds.get("data", 0.0) / trainer.cfg.train.log_interval)
             return seconds
 
-        for owner, name, function in ((trainer.loader, "step", timed), (trainer.meter.clock, "read", seen)):
+        for owner, name, function in ((trainer.loader, "take", timed), (trainer.meter.clock, "read", seen)):
             setattr(owner, name, function)
 
 

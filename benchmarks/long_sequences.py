@@ -139,7 +139,8 @@ def step(args: argparse.Namespace, world: Any) -> None:
     from wordrun.model import meta_model
     from wordrun.registry import part_of
 
-    words = [*LAYOUTS["FSDP, cp"](world.size), f"model.n_layer={args.layers}", "train.dtype=fp32", "train.device=cpu"]
+    divided = LAYOUTS["FSDP with `backend.cp`"](world.size)
+    words = [*divided, f"model.n_layer={args.layers}", "train.dtype=fp32", "train.device=cpu"]
     cfg = gpt2(args.tokens, *words)
     at = checks.check(cfg, world.size)
     optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)

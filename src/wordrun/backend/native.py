@@ -300,7 +300,7 @@ class NativeBackend:
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of the initial ``weights``, reading one unsharded tensor at a time."""
         for name, tensor in [*self.named_parameters(), *self.buffers()]:
-            if name not in weights:  # a buffer that the checkpoint's version lacked, or an addition of LoRA
+            if name not in weights:  # a buffer that the checkpoint's version lacked, or an adapter of LoRA
                 continue
             shard = shards.shard_of(name, tensor, self.unpadded_rows.get((name, tensor.shape)))
             window = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.data.shape, strict=True))

@@ -36,14 +36,14 @@ class Saved:
     folder: Path
     step: int
     config: Config
-    """Of the model without LoRA's additions, which ``weights`` include."""
+    """Of the model without LoRA's adapters, which ``weights`` include."""
     tokenizer_json: str
     """Empty if the data are not text."""
     vocab_size: int
     """The tokenizer's vocabulary size; the model's may be larger. 0 if the data are not text."""
     manifest: dict[str, Any]
     lora: TransformerConfig | None = None
-    """With LoRA, the options of the model with its additions."""
+    """With LoRA, the options of the model with its adapters."""
 
     @property
     def tokenizer_file(self) -> Path:
@@ -53,7 +53,7 @@ class Saved:
     def weights(self, which: str = "model") -> Mapping[str, Tensor]:
         """Return the weights by the names of the model's ``state_dict``, each read when it is accessed.
 
-        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once. With LoRA, its additions are
+        Weights written by DeepSpeed's engine are gathered from all ranks' shards at once. With LoRA, its adapters are
         in the weights.
 
         Args:
@@ -69,7 +69,7 @@ class Saved:
         return lora.merged(self._base(), stored, self.lora) if self.lora else stored
 
     def stored(self, which: str = "model") -> Mapping[str, Tensor]:
-        """Return the weights in the checkpoint's own files, as ``weights``; with LoRA, the additions alone."""
+        """Return the weights in the checkpoint's own files, as ``weights``; with LoRA, the adapters alone."""
         stored = {} if self._is_engines else index.load(self.folder)
         names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
         if which != "model":
@@ -91,7 +91,7 @@ class Saved:
         """Return the weights that LoRA adds to."""
         base, model = self.manifest["base"], meta_model(self.config.transformer, self.vocab_size)
         source, there = base["source"], base["source"].removeprefix("hf:")
-        remedy = f"{self.folder} holds only LoRA's additions to {source}: put the original model back there"
+        remedy = f"{self.folder} holds only LoRA's adapters of {source}: put the original model back there"
         try:
             if source == there:
                 found = find(Path(there))

@@ -179,15 +179,15 @@ def _describe_qwen3_moe(cfg: MoEConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def adapter(additions: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return LoRA's additions as peft's adapter_config.json and adapter_model.safetensors hold them.
+def adapter(adapters: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return LoRA's adapters as peft's adapter_config.json and adapter_model.safetensors hold them.
 
     Args:
-        additions: by the names of our model.
+        adapters: by the names of our model.
         cfg: the model's options.
     """
     tensors, targets = {}, set()
-    for name, tensor in additions.items():
+    for name, tensor in adapters.items():
         layer, _, part = name.rpartition(".")
         theirs = _their_name(f"{layer}.weight", cfg).removesuffix(".weight")
         # Rows of B are outputs of the layer, ordered as its weight's rows.

@@ -21,7 +21,7 @@ A, B = "lora_a", "lora_b"
 
 
 class Adapted(nn.Linear):
-    """A linear layer with an addition of low rank."""
+    """A linear layer with an adapter: a product of two matrices of low rank, added to its weight."""
 
     def __init__(self, layer: nn.Linear, cfg: TransformerConfig) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -30,12 +30,12 @@ class Adapted(nn.Linear):
         self.lora_b = nn.Parameter(torch.empty(layer.out_features, cfg.lora_rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output plus the addition, which is 0 at first."""
+        """Return the layer's output plus the adapter's, which is 0 at first."""
         return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_a), self.lora_b)
 
 
 def adapt(model: nn.Module, blocks: nn.ModuleDict, cfg: TransformerConfig) -> None:
-    """Freeze ``model``, and give the layers ``cfg.lora_targets`` of its blocks additions.
+    """Freeze ``model``, and give the layers ``cfg.lora_targets`` of its blocks adapters.
 
     Raises:
         ConfigError: a block has no linear layer of this name.
@@ -50,27 +50,27 @@ def adapt(model: nn.Module, blocks: nn.ModuleDict, cfg: TransformerConfig) -> No
                 )
             block.set_submodule(name, Adapted(layers[name], cfg))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_addition(name))
+        parameter.requires_grad_(is_adapter(name))
 
 
-def is_addition(name: str) -> bool:
-    """Return whether the parameter ``name`` belongs to an addition."""
+def is_adapter(name: str) -> bool:
+    """Return whether the parameter ``name`` belongs to an adapter."""
     return name.endswith((A, B))
 
 
 def without(cfg: TransformerConfig) -> TransformerConfig:
-    """Return the options of the model without additions."""
+    """Return the options of the model without adapters."""
     return replace(cfg, lora_rank=0)
 
 
-def merged(base: Mapping[str, Tensor], additions: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str, Tensor]:
-    """Return the weights of ``base`` with the additions in them, each computed in fp32 when it is read."""
+def merged(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str, Tensor]:
+    """Return the weights of ``base`` with the adapters in them, each computed in fp32 when it is read."""
 
     def read(name: str) -> Tensor:
         a, b = (f"{name.removesuffix('weight')}{part}" for part in (A, B))
-        if a not in additions:
+        if a not in adapters:
             return base[name]
-        return base[name].float() + cfg.lora_alpha / cfg.lora_rank * (additions[b] @ additions[a])
+        return base[name].float() + cfg.lora_alpha / cfg.lora_rank * (adapters[b] @ adapters[a])
 
     return LazyWeights({name: partial(read, name) for name in base})
 

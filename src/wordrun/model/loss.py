@@ -132,12 +132,13 @@ def _softmax_of_shards(
     index = targets.clamp(0, logits.shape[1] - 1)[:, None]
     of_target = torch.where(here, exact.gather(1, index)[:, 0], 0)
     exact.exp_()
-    sums, of_target = both = torch.stack([exact.sum(1), of_target])
-    dist.all_reduce(both, group=group)
+    sums = torch.stack([exact.sum(1), of_target])
+    dist.all_reduce(sums, group=group)
     if gradient:
-        exact.div_(sums[:, None]).scatter_add_(1, index, -here.float()[:, None])
+        exact.div_(sums[0][:, None]).scatter_add_(1, index, -here.float()[:, None])
         logits.copy_(exact * slope if softcap else exact)
-    return sums.log() - of_target
+    losses: Tensor = sums[0].log() - sums[1]
+    return losses
 
 
 def _bounded(logits: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor | float]:

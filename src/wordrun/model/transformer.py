@@ -41,7 +41,7 @@ class Transformer(Model):
         multiple: pad the vocabulary to a multiple of this.
     """
 
-    uncompiled = ("feature_losses",)  # compiles its kernel itself
+    uncompiled: tuple[str, ...] = ("feature_losses",)  # compiles its kernel itself
     softcap = 0.0
     """Bound of the logits, approached smoothly; 0: none."""
     context: Context | None = None
@@ -101,7 +101,7 @@ class Transformer(Model):
         over T tokens or a shorter window, causal mask ignored, as in appendix B of PaLM (Chowdhery et al. 2022). The
         embedding is not a matrix product and does not count; the output layer does. Grouped-query attention saves
         weights, but no operations of the attention itself. With LoRA, frozen weights count 4, as they have no
-        gradients, and its additions do not count.
+        gradients, and its adapters do not count.
         """
         cfg, block = self.cfg, next(iter(self.blocks.values()))
         weights = sum(layer.weight.numel() for layer in block.modules() if isinstance(layer, nn.Linear))
@@ -116,7 +116,7 @@ class Transformer(Model):
         """Return the standard deviation of the initial values of the matrix ``name``.
 
         0.02, and 0.02 / sqrt(2 n_layer) for projections into the residual stream, so that its variance does not grow
-        with depth (Radford et al. 2019, section 2.3). One factor of LoRA's additions starts at 0. With muP, matrices
+        with depth (Radford et al. 2019, section 2.3). One factor of LoRA's adapters starts at 0. With muP, matrices
         of the blocks have 1 / sqrt(width) of it.
         """
         if name.endswith(lora.B):

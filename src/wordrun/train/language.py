@@ -170,7 +170,7 @@ class LanguageTask(Task):
 
     @property
     def initial_model(self) -> Model:
-        """The model without LoRA's additions."""
+        """The model without LoRA's adapters."""
         if not self.cfg.lora_rank:
             return self.meta_model
         return meta_model(lora.without(self.cfg.transformer), self.vocab_size)
