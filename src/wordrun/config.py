@@ -1278,7 +1278,8 @@ class TrainConfig(Section):
     """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
     float8: str = "none"
     """Linear layers of the blocks that multiply in float8, with train.dtype=bf16: none, or tensorwise or rowwise, which
-    scale each matrix by one factor or each of its rows by its own; for NVIDIA GPUs of the Ada or Hopper generation or later."""
+    scale each matrix by one factor or each of its rows by its own; for NVIDIA GPUs of the Ada or Hopper generation or
+    later."""
     compile: bool | str = False
     """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: measure some steps
     without and with it, and keep what is faster, if enough of the run is left for that to pay off."""
