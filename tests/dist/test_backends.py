@@ -60,10 +60,13 @@ import torch.distributed as td
 import wordrun
 from wordrun import checks, dist, kernels
 from wordrun.backend.native import full, local
+from wordrun.model import loss
 from wordrun.train import language, owners
 
 owners.BUCKET = 64  # so that Muon's small matrices fill several buckets
 kernels.CHUNK = 1000  # so that a chunked loss has several chunks
+chunked, cross_entropy = [], loss.cross_entropy
+loss.cross_entropy = lambda *args, **kwargs: chunked.append(1) or cross_entropy(*args, **kwargs)
 
 def vocab_multiple(cfg, tp, on_cpu):
     return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
@@ -78,6 +81,7 @@ with dist.session() as world:
     for name, words in json.load(open(sys.argv[1])).items():
         cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
         with wordrun.Trainer(dist.share(cfg, world), world) as trainer:
+            chunked.clear()
             before = trainer.evaluate()
             parameters = trainer.backend.parameters
             gradients = []
@@ -93,7 +97,7 @@ with dist.session() as world:
             found = [None] * world.size
             td.all_gather_object(found, {
                 "parameters": nbytes(parameters), "gradients": max(gradients), "states": nbytes(states),
-                "before": before,
+                "before": before, "chunked": bool(chunked),
                 "tokens": [b.tokens.flatten().tolist() for b in trainer._micro_batches()], "coordinates":
                 [trainer.layout.dp_index(world.rank), trainer.layout.index(world.rank, "pp")],
             })
@@ -137,6 +141,9 @@ def compare(tmp_path: Path, name: str, reference: str) -> None:
     a = torch.load(tmp_path / name / "found.pt", weights_only=False)
     b = torch.load(tmp_path / reference / "found.pt", weights_only=False)
     assert a["tied"] == 0.0, f"{name}: the copies of the shared weight differ"
+    if "chunked_loss: true" in (tmp_path / name / "config.yaml").read_text():
+        assert any(each["chunked"] for each in a["ranks"]), f"{name}: no rank computed its loss by chunks"
+    assert not any(each["chunked"] for each in b["ranks"]), f"{reference}: compare with the loss of all logits"
     for each in a["ranks"]:
         assert each["before"] == pytest.approx(b["ranks"][0]["before"], rel=1e-6)
     for parameter, value in b["weights"].items():

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map
 
 from wordrun import kernels, model as models
+from wordrun.backend.transforms import compile_model
 from wordrun.config import GPTConfig, LlamaConfig
 from wordrun.model import attention, flex
 
@@ -134,6 +135,7 @@ def test_a_cpu_makes_small_masks_only() -> None:
     assert numbers.shape == (3, 512)
     runs = attention.document_mask(numbers)
     assert isinstance(runs, tuple)
+    assert isinstance(attention.document_mask(numbers, compiled=True), attention.UncompiledRuns)
     masks = [run for run in runs if isinstance(run, torch.Tensor)]
     assert masks
     assert all(mask.shape == (len(mask), len(mask)) and len(mask) <= 256 for mask in masks)
@@ -146,11 +148,15 @@ def test_a_cpu_makes_small_masks_only() -> None:
 
 # See test_loss.py.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_blocks_are_not_compiled_again_for_other_documents() -> None:
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_a_compiled_model_is_not_compiled_again_for_other_documents(
+    scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: whole(module, backend="eager"))
     model = models.build(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=512), 50)
     plain = models.build(model.cfg, 50)
-    for block in model.blocks.values():
-        block.compile(backend="eager")
+    compile_model(model, scope)
     tokens, graphs = torch.arange(1024).view(2, 512) % 50, []
     for lengths in ([100, 412], [7] * 73 + [1], [300, 212]):
         numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
