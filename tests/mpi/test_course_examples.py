@@ -154,7 +154,7 @@ def test_examples_say_how_to_run_them_and_where_they_come_from(name: str) -> Non
     docstring = text.split('"""')[1]
     assert f"python examples/{name}\n" in docstring
     assert re.search("CMU|MIT|Turing|JSC|ALCF", docstring)
-    assert re.search("What changes|begins? with this program", docstring.replace("\n", " "))
+    assert re.search("Compared with|What changes|begins? with this program", docstring.replace("\n", " "))
 
 
 @pytest.mark.parametrize(

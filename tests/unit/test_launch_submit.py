@@ -513,7 +513,7 @@ def test_a_file_where_the_script_should_go(tmp_path: Path, name: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(
-        rf"launch: cannot write the job script outputs/jobs/\S+: {name} is not a folder; move it away, or call launch "
-        rf"from another folder \(this is {tmp_path}\)\nlaunch: more: docs/launch.md#submit\n",
+        rf"launch: cannot write the job script outputs/jobs/\S+: {name} is not a folder; move it away; or call launch "
+        rf"from a folder other than {tmp_path}\nlaunch: more: docs/launch.md#submit\n",
         done.stderr.replace("\nlaunch:   ", "; "),  # a long message is several lines
     )
