@@ -3,7 +3,8 @@
     python benchmarks/options.py
     python benchmarks/options.py --steps 300 --seeds 1 2 3
 
-Each row is a run with one option more than the plain model, then all of them, then all but one. Losses are means over
+Each row is a run with one option more than the plain model, then all of them, then all but one, then all with one
+changed. Losses are means over
 the whole validation split, so they do not depend on the machine; seconds are processor seconds of the whole process,
 evaluation and start-up included, which do not depend on its other load.
 """
@@ -48,6 +49,20 @@ OPTIONS = {
 }
 WORSE = ("tied output layer",)
 """Not among all options together."""
+DECAY = "optimizer.weight_decay=0.1"
+CHANGED = {
+    "SwiGLU, as many weights": ["model.mlp=swiglu", "model.n_hidden=341"],
+    "Muon: split=heads": ["optimizer.split=heads"],
+    "Muon: split=none": ["optimizer.split=none"],
+    "Muon: no Nesterov momentum": ["optimizer.nesterov=false"],
+    "Muon: scale=spectral, learning rate 0.05": ["optimizer.scale=spectral", "optimizer.learning_rate=0.05"],
+    "Muon: momentum from 0.85 over 100 steps": ["optimizer.momentum_warmup=100"],
+    "Muon: 3 Newton-Schulz iterations": ["optimizer.ns_steps=3"],
+    "Muon: 7 Newton-Schulz iterations": ["optimizer.ns_steps=7"],
+    "Muon: weight decay 0.1": [DECAY],
+    "Muon: cautious weight decay 0.1": [DECAY, "optimizer.cautious=true"],
+}
+"""Values of options that all have in common."""
 
 
 def measure(out: Path, words: Sequence[str], steps: int, seed: int) -> tuple[float, float]:
@@ -71,9 +86,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     together = {name: words for name, words in OPTIONS.items() if name not in WORSE}
     rows = {"plain": [], **{f"+ {name}": words for name, words in OPTIONS.items()}}
-    rows["all, but the tied output layer"] = [*chain(*together.values())]
+    best = [*chain(*together.values())]
+    rows["all, but the tied output layer"] = best
     for left in together:
         rows[f"- {left}"] = [*chain(*(words for name, words in together.items() if name != left))]
+    rows |= {f"* {name}": [*best, *words] for name, words in CHANGED.items()}
     print(f"| option | loss after {args.steps} steps | processor seconds |\n|---|---|---|")
     for name, words in rows.items():
         if not re.search(args.rows, name):

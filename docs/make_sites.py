@@ -140,7 +140,7 @@ def knowledge(site: Site) -> Iterator[tuple[str, str]]:
     if site.network:
         yield "network per device, for `plan`", f"{site.network:g} GB/s"
     yield "modules", ", ".join(f"`{line}`" for line in site.modules) or "none"
-    yield "internet on compute nodes", "no: W&B records offline" if not site.internet else site.way_out or "yes"
+    yield "internet on compute nodes", "no: W&B records offline" if not site.internet else site.internet_access or "yes"
     if "filesystems" in site.submit:
         yield "file systems that jobs request", f"`{site.submit['filesystems']}`; `--filesystems` names others"
     needed = [

@@ -63,7 +63,7 @@ def test_under_hang_an_interpreter_starts() -> None:
     [
         (["--cpu-bind", "core"], "--cpu-bind core: with --elastic, guardians bind the ranks; leave it out"),
         (["--elastic", "2"], "--elastic 2: the run starts with 2 ranks, so use a number of at most 1, or none"),
-        (["--launcher", "torchrun"], "--launcher torchrun: with --elastic, no torchrun is needed; leave it out"),
+        (["--launcher", "torchrun"], "--launcher torchrun: with --elastic, guardians start the ranks; leave it out"),
     ],
 )
 def test_what_does_not_go_with_elastic_is_refused(words: list[str], message: str) -> None:

@@ -272,8 +272,8 @@ def test_a_line_on_rank_0_says_which_of_two_launchers_counts(command: Command) -
     ]
     assert [done.stdout for done in lines] == ["hydra\n"] * 2
     assert lines[0].stderr == (
-        "hydra says PMI_RANK=0 PMI_SIZE=6 MPI_LOCALRANKID=0; srun says SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 "
-        "SLURM_LOCALID=0, but it only started hydra\n"
+        "using: hydra says PMI_RANK=0 PMI_SIZE=6 MPI_LOCALRANKID=0. Ignored: srun says SLURM_PROCID=0 "
+        "SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0, because srun started hydra, which started the ranks\n"
     )
     assert lines[1].stderr == ""
 

@@ -79,6 +79,8 @@ class Family:
     in_steps: bool = False
     """Whether the processes of a SLURM step have these variables, even those that another launcher started there, and
     a job's own shell has some of them; the number of ranks on each node is then a list, as in 4(x2),3."""
+    in_slurm: bool = True
+    """Whether it may run in a SLURM job."""
     mpi: bool = False
     """Whether it is MPI's own launcher, so that MPI can verify what the variables say."""
 
@@ -127,7 +129,7 @@ FAMILIES = (
         "pals",  # sets no world size under PALS_PMI=pmix (Aurora)
         needs=("PALS_RANKID", "PALS_LOCAL_RANKID"),
         rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID",
-        local_size="PALS_LOCAL_SIZE", node="PALS_NODEID", mpi=True,
+        local_size="PALS_LOCAL_SIZE", node="PALS_NODEID", in_slurm=False, mpi=True,
     ),
     Family(
         "openmpi",
@@ -181,7 +183,7 @@ def discover(env: Mapping[str, str] | None = None) -> World:
 
 def _is_inside(inner: Family, outer: Family, env: Mapping[str, str]) -> bool:
     """Return whether ``inner`` was clearly started in a process of ``outer``."""
-    if outer.is_single(env) or (inner.in_steps and outer.launcher == "pals"):  # no PALS runs in a SLURM job
+    if outer.is_single(env) or (inner.in_steps and not outer.in_slurm):
         return True
     # In a SLURM job, an mpiexec has its daemons started by srun, one on each node.
     one_each = outer.in_steps and set(expand_counts(env.get(outer.local_size, ""), outer.local_size)) == {1}
@@ -194,7 +196,8 @@ def _innermost(present: list[Family], env: Mapping[str, str]) -> Family:
         outer = [other for other in present if family.contradicts(other, env)]
         if all(_is_inside(family, other, env) for other in outer):
             if outer and env.get(family.rank) == "0" and env is os.environ:
-                _say(f"{family.says(env)}; {outer[0].says(env)}, but it only started {family.launcher}")
+                because = f"{outer[0].launcher} started {family.launcher}, which started the ranks"
+                _say(f"using: {family.says(env)}. Ignored: {outer[0].says(env)}, because {because}")
             return family
     return present[0]
 

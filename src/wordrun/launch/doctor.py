@@ -100,7 +100,7 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
         Finding("launcher", "ok", f"{plan.launcher.name} {plan.launcher.path} ({plan.launcher.why})"),
         _check("variables", left, remedy, "none left over from another launcher", "warning"),
     ]
-    if known.way_out:
+    if known.internet_access:
         findings.append(_internet(plan, env, known))
     scratch = plan.env.get("TMPDIR") or env.get("TMPDIR") or "/tmp"
     for name, folder in (("run directory", plan.decided.cwd), ("TMPDIR", scratch)):
@@ -116,13 +116,15 @@ def of_machine(plan: LaunchPlan, env: Mapping[str, str], known: Site = UNKNOWN) 
 def _internet(plan: LaunchPlan, env: Mapping[str, str], known: Site) -> Finding:
     mode = plan.env.get("WANDB_MODE", env.get("WANDB_MODE", ""))
     if not known.internet:
-        wrong = "" if mode in ("offline", "disabled") else f"{known.way_out}, but WANDB_MODE={mode}"
-        return _check("internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.way_out, "warning")
+        wrong = "" if mode in ("offline", "disabled") else f"{known.internet_access}, but WANDB_MODE={mode}"
+        return _check(
+            "internet", wrong, "unset WANDB_MODE: launch then sets it to offline", known.internet_access, "warning"
+        )
     missing = [name for name in known.proxies if not plan.env.get(name, env.get(name))]
     are = "are" if missing[1:] else "is"
-    wrong = f"{known.way_out}, but {', '.join(missing)} {are} empty" if missing else ""
+    wrong = f"{known.internet_access}, but {', '.join(missing)} {are} empty" if missing else ""
     remedy = f"unset {' '.join(missing)}, so that launch sets the site's"
-    return _check("internet", wrong, remedy, known.way_out, "warning")
+    return _check("internet", wrong, remedy, known.internet_access, "warning")
 
 
 def of_network(plan: LaunchPlan, known: Site = UNKNOWN) -> list[Finding]:

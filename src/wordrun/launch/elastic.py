@@ -31,7 +31,7 @@ from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.survivors import those_that_stay
-from wordrun.launch.wire import Door, Link
+from wordrun.launch.wire import Link, Listener
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
@@ -86,8 +86,8 @@ class Guardians:
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.plan)
         self._answers = Answers(self.nodes.count)
-        self._door = Door(own_address(self.plan), self.nodes.count, self.output.selector, self._admit)
-        self.contact = self._door.contact
+        self._listener = Listener(own_address(self.plan), self.nodes.count, self.output.selector, self._admit)
+        self.contact = self._listener.contact
         """What a guardian needs to know."""
 
     def signal(self, number: int) -> bool:
@@ -134,7 +134,7 @@ class Guardians:
     def close(self) -> None:
         """Close all connections, which makes the guardians kill their ranks."""
         self.state = "leaving"
-        self._door.close()
+        self._listener.close()
         for node in list(self._links):
             self._drop(node)
 

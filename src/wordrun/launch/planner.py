@@ -14,7 +14,7 @@ from wordrun import cgroup
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address
 from wordrun.launch.job import Job, hold_back, local_host, short
-from wordrun.launch.launchers import choose
+from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import find_command, own_bin
 from wordrun.launch.launchers.local import Alone, Local
 from wordrun.launch.nodes import Nodes
@@ -89,8 +89,8 @@ def _check_elastic(options: Options, ranks: Ranks) -> None:
     """
     if options.cpu_bind:
         raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians bind the ranks; leave it out")
-    if options.launcher == "torchrun":
-        raise ConfigError("--launcher torchrun: with --elastic, no torchrun is needed; leave it out")
+    if options.launcher and not LAUNCHERS[options.launcher].starts_guardians:
+        raise ConfigError(f"--launcher {options.launcher}: with --elastic, guardians start the ranks; leave it out")
     if options.least is not None and options.least >= ranks.np:
         begins = f"--elastic {options.least}: the run starts with {ranks.np} rank{'s' * (ranks.np > 1)}"
         fits = f"a number of at most {ranks.np - 1}, or none" if ranks.np > 1 else "--elastic without a number"

@@ -211,7 +211,7 @@ def info(job: Job, site: Site, ranks: Ranks, launcher: Launcher | None, missing:
     path = os.pathsep.join(filter(None, (own_bin(), os.environ.get("PATH", ""))))
     found: dict[str, Any] = {
         "site": f"{site.name}: {site.description}" if site.name else None,
-        "internet": site.way_out or None,
+        "internet": site.internet_access or None,
         "scheduler": job.scheduler,
         "job": job.id or None,
         "queue": job.queue or None,

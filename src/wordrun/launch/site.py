@@ -64,7 +64,7 @@ class Site:
     devices individually."""
 
     @property
-    def way_out(self) -> str:
+    def internet_access(self) -> str:
         """How compute nodes reach the internet according to the site's file; empty: it does not say."""
         if not self.internet:
             return f"not reachable from compute nodes of {self.name}"

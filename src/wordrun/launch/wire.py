@@ -58,7 +58,7 @@ class Link:
         self.socket.close()
 
 
-class Door:
+class Listener:
     """Where guardians connect, which have to know a secret.
 
     Args:

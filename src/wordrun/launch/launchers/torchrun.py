@@ -17,6 +17,7 @@ class Torchrun(Launcher):
     """Starts ranks on this host if there is no mpiexec."""
 
     name = "torchrun"
+    starts_guardians = False  # it restarts ranks itself, in its own way
     in_sites = False
     stale = (
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
