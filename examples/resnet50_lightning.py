@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import ResNetConfig, ResNetForImageClassification
 
-BATCH_SIZE, STEPS = 16, 16
+BATCH_SIZE, STEPS = 16, 12
 
 
 class DigitsDataModule(lightning.LightningDataModule):

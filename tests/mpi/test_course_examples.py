@@ -43,7 +43,8 @@ import contextlib, importlib, json, os, runpy, sys, traceback
 
 import torch
 
-for module in ("sklearn.datasets", "transformers.models.resnet", "lightning"):
+for module in ("sklearn.datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.models.resnet.modeling_resnet",
+               "transformers.trainer", "lightning"):
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
 
@@ -216,7 +217,7 @@ def test_resnet50_logs_to_tensorboard_once(run: Run, outputs: Path) -> None:
     events = EventAccumulator(str(log))
     events.Reload()
     values = [event.value for event in events.Scalars("training_loss")]
-    assert len(values) == 16
+    assert len(values) == 12
     assert values[-1] == pytest.approx(last, abs=1e-4)
     assert sum(values[-4:]) < 0.95 * sum(values[:4])
     (outputs / "resnet50.ckpt").unlink()  # 94 MB

@@ -124,7 +124,7 @@ def test_readme_command_on_all_runs(line: str, command: Any, tmp_path: Path) -> 
 
 def test_the_command_of_the_talk_trains(command: Any) -> None:
     (line,) = [line for line in README_LINES if line.startswith("launch python3")]
-    done = command("sh", "-c", f"{line} train.max_iters=2 model.batch_size=2 data.kind=sample")
+    done = command("sh", "-c", f"{line} train.max_iters=2 train.eval_iters=1 model.batch_size=2 data.kind=sample")
     assert done.returncode == 0, done.stderr
     assert "step 2/2  val_loss" in done.stdout
     assert "train.dtype=bf16: this processor has no fast bf16" in done.stdout or "bfloat16 on cpu" in done.stdout

@@ -86,9 +86,9 @@ def watching(launcher: str = "pals", *, local: bool = False) -> Meeting:
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["below launch", "started by daemons"])
-def test_ranks_that_connect_at_a_port_of_their_own_have_met(tell: Tell, local: bool) -> None:
+def test_ranks_that_connect_at_a_port_of_their_own_have_met(tell: Tell, local: bool, tmp_path: Path) -> None:
     port = tell(0, "listen")
-    tell(1, "load", __file__)
+    tell(1, "load", library(tmp_path, "libtorch_python.so"))
     meeting = watching(local=local)
     meeting.sample()
     assert not meeting.met

@@ -21,9 +21,9 @@ from wordrun.launch.plan import LaunchPlan
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
 FIRST_S, LATER_S, DENSE_S = 0.05, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
-# For this many samples after the ranks' sockets have changed, each reads the kernel's table of connections, which takes
-# a millisecond; then every tenth does, because a socket may connect late.
-CHANGING = 20
+# Once ranks have a library that may connect them, each of this many samples after their sockets have changed reads the
+# kernel's table of connections, which takes milliseconds. Every tenth always does, because a socket may connect late.
+CHANGING = 6
 # Reading /proc may block for a process that is stuck in the kernel.
 PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
@@ -121,7 +121,8 @@ class Meeting:
                 of_process[inode] = pid
         if owners.keys() != self._inodes:
             self._inodes, self._changed = frozenset(owners), self._samples
-        is_due = self.met or self._samples - self._changed < CHANGING or self._samples % 10 == 0
+        is_new = bool(self.libraries) and self._samples - self._changed < CHANGING
+        is_due = self.met or is_new or self._samples % 10 == 0
         found = []
         for state, here, there, inode in connections() if is_due else ():
             if inode in owners:
