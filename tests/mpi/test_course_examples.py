@@ -43,8 +43,8 @@ import contextlib, importlib, json, os, runpy, sys, traceback
 
 import torch
 
-for module in ("sklearn.datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.models.resnet.modeling_resnet",
-               "transformers.trainer", "lightning"):
+models = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.resnet.modeling_resnet")
+for module in ("sklearn.datasets", *models, "transformers.trainer", "lightning"):
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
 
