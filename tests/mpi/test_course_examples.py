@@ -49,6 +49,7 @@ for module in ("sklearn.datasets", *models, "transformers.trainer", "lightning")
         importlib.import_module(module)
 
 def rank(script, env, out, dtype):
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))  # torch has read the variable of the first process
     torch.set_default_dtype(dtype)
     torch.float32 = dtype  # examples name it for their images
     os.environ.clear()
