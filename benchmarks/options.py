@@ -53,7 +53,6 @@ DECAY = "optimizer.weight_decay=0.1"
 CHANGED = {
     "SwiGLU, as many weights": ["model.mlp=swiglu", "model.n_hidden=341"],
     "Muon: split=heads": ["optimizer.split=heads"],
-    "Muon: split=none": ["optimizer.split=none"],
     "Muon: no Nesterov momentum": ["optimizer.nesterov=false"],
     "Muon: scale=spectral, learning rate 0.05": ["optimizer.scale=spectral", "optimizer.learning_rate=0.05"],
     "Muon: momentum from 0.85 over 100 steps": ["optimizer.momentum_warmup=100"],

@@ -64,7 +64,7 @@ VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
 MOMENTS = ("training", "saving", "starting")
 ELASTIC_VICTIMS = (
-    "a rank", "a node's ranks", "a guardian", "a rank without memory", "a rank and in the restart a guardian",
+    "a rank", "a guardian", "a rank without memory", "a rank and in the restart a guardian", "a node's ranks",
     "launch", "an importing guardian", NODE, "a stopped rank", "a rank whose restart has no memory", "a rank",
     "all nodes",
 )  # fmt: skip

@@ -11,6 +11,7 @@ import importlib.resources
 import os
 import pickle
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ CHOICE = re.compile(r"(?!hydra=)(\w+|train\.backend)=[^$]*")
 """An override that chooses files, such as ``model=gpt2``."""
 VALUE = re.compile(r"(?!hydra\.(?!run\.dir=)|train\.backend=)\w+(\.\w+)+=[^$]*", re.DOTALL)
 """One that changes a value, and refers to no other value, since its place among the overrides would matter."""
+
+
+_HYDRA = threading.RLock()
+"""Held while Hydra composes: its state is that of the whole process."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,9 @@ def composed_tree(overrides: Sequence[str], tree: Tree) -> DictConfig:
     if len(chosen) + len(values) < len(overrides) or not _only_own(tree):
         return _by_hydra(overrides, tree)
     try:
-        cfg: DictConfig = pickle.loads(_kept(chosen, tree, _changed()))
+        with _HYDRA:  # who waits here for another thread may need the same tree
+            kept = _kept(chosen, tree, _changed())
+        cfg: DictConfig = pickle.loads(kept)
         OmegaConf.update(cfg, "hydra.runtime.cwd", os.getcwd())  # nothing else depends on it
         for value in OverridesParser.create().parse_overrides(values):
             if value.is_sweep_override():
@@ -82,15 +89,16 @@ def _kept(chosen: tuple[str, ...], tree: Tree, changed: int) -> bytes:
 
 def _by_hydra(overrides: Sequence[str], tree: Tree) -> DictConfig:
     extra = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]"] if tree.extra_dir else []
-    backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
-    GlobalHydra.instance().clear()
-    start = (
-        hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
-        if tree.path
-        else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
-    )
-    try:
-        with start:
-            return hydra.compose(tree.name, [*extra, *overrides], return_hydra_config=True)
-    finally:
-        GlobalHydra.instance().hydra = backup
+    with _HYDRA:
+        backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
+        GlobalHydra.instance().clear()
+        start = (
+            hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
+            if tree.path
+            else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
+        )
+        try:
+            with start:
+                return hydra.compose(tree.name, [*extra, *overrides], return_hydra_config=True)
+        finally:
+            GlobalHydra.instance().hydra = backup

@@ -61,7 +61,7 @@ def test_four_kills_leave_no_trace(alone: Callable[..., None], tmp_path: Path) -
 
 def test_under_guardians_no_fault_leaves_a_trace(alone: Callable[..., None], tmp_path: Path) -> None:
     """Of ranks, guardians and memory; also of launch and nodes by python tests/soak.py --elastic."""
-    told = soak.soak_elastic(tmp_path, faults=5, seed=7, steps=60, ranks=2, whole=alone)
+    told = soak.soak_elastic(tmp_path, faults=4, seed=7, steps=50, ranks=2, whole=alone)
     assert told[0].startswith("hit a rank")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from wordrun import tree
 from wordrun.arguments import parse
 from wordrun.errors import UserError
 from wordrun.files import in_use
@@ -311,3 +312,12 @@ def test_a_first_word_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main([str(run)]) == 0
     assert ReportConfig().run == "outputs/latest"
     assert Path(capsys.readouterr().out.strip()) == run / "report.html"
+
+
+def test_the_end_of_a_run_waits_for_no_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree._kept.cache_clear()
+    page.load_beside()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "report")
+    thread.join()
+    monkeypatch.setattr(tree, "_by_hydra", lambda *_: pytest.fail("composed again"))
+    assert facts.defaults()["train.backend"] == "DDP"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -35,6 +37,22 @@ RESULTS = {
     "best_val_loss": "best val_loss",
 }  # fmt: skip
 """The entries of run.json that a comparison shows, with the titles of their columns."""
+
+
+def load_beside() -> None:
+    """Begin in another thread, beside the steps, with what the end of a run needs: imports, and the default options."""
+
+    def load() -> None:
+        for module in (
+            "matplotlib.figure",
+            "matplotlib.backends.backend_agg",
+            "matplotlib.backends.backend_svg",
+            "jinja2",
+        ):
+            importlib.import_module(module)
+        facts.defaults()  # which Hydra composes; wordrun.tree keeps them
+
+    threading.Thread(target=load, name="report").start()
 
 
 def write(run_dir: Path, out: Path | None = None) -> Path:

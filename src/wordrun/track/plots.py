@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,6 @@ SMOOTHING = 0.02
 POINTS = 1200
 # What an evaluation's line contains besides metrics with a panel of their own.
 IN_LOSS = ("step", "val_loss", "val_perplexity")
-
-
-def load_beside() -> None:
-    """Begin to import what the end of a run needs in another thread, so that drawing need not wait for it."""
-    modules = ("matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2")
-    threading.Thread(target=lambda: [*map(importlib.import_module, modules)], name="matplotlib").start()
 
 
 def draw(run_dir: Path, title: str) -> list[Path]:

@@ -24,11 +24,12 @@ from wordrun.dist import World
 from wordrun.errors import ConfigError, first_line
 from wordrun.log import LOGGER
 from wordrun.report import page
+from wordrun.report.page import load_beside
 from wordrun.runs.metrics import read
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import between, copy_until, finite, forget_steps
-from wordrun.track.plots import draw, load_beside
+from wordrun.track.plots import draw
 from wordrun.train.memory_resume import InMemory
 from wordrun.train.provenance import git_commit, versions
 from wordrun.train.recoveries import Recoveries
