@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.output import LOST_STORE, MIXED_S, PARTIAL_S, Output, Source
+from wordrun.launch.output import LOST_STORE, MIXED_S, PARTIAL_S, Output, Pipe
 from wordrun.launch.output_tail import Tail
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_line_in_two_halves_is_not_split_while_others_print(capfd: pytest.Capt
     """A rank may pause within a line for longer than a prompt waits, where other processes have its core."""
     output, pipes = Output(), [os.pipe() for _ in range(2)]
     for rank, (reader, _) in enumerate(pipes):
-        output.add(Source(reader, 1, rank))
+        output.add(Pipe(reader, 1, rank))
     (_, slow), (_, busy) = pipes
 
     def lines_for(seconds: float) -> None:
@@ -103,7 +103,7 @@ def test_a_line_in_two_halves_is_not_split_while_others_print(capfd: pytest.Capt
 def test_a_line_whose_end_has_arrived_is_not_split(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
     """Launch itself may not get a core for longer than a prompt waits."""
     output, (reader, writer) = Output(), os.pipe()
-    source = Source(reader, 1, 0)
+    source = Pipe(reader, 1, 0)
     output.add(source)
     os.write(writer, b"one ")
     output.pump(source)
@@ -163,10 +163,10 @@ def test_without_named_pipes_there_are_none(after: int, tmp_path: Path, monkeypa
 
 def test_a_process_that_keeps_printing_does_not_hold_launch_up(monkeypatch: pytest.MonkeyPatch) -> None:
     output, (reader, writer) = Output(), os.pipe()
-    output.add(Source(reader, 1))
+    output.add(Pipe(reader, 1))
     pump, pumped = output.pump, 0
 
-    def again(source: Source) -> None:
+    def again(source: Pipe) -> None:
         nonlocal pumped
         pumped += 1
         assert pumped < 1000
@@ -290,7 +290,7 @@ def test_under_guardians_a_lost_store_is_left_out_with_its_stack_and_nothing_els
     ]
     others = ["[rank1]:[W1123 17:33:31.3 ProcessGroup.cpp:9] [c10d] recvValue", *lost[1:]]
     output, (reader, writer) = Output(LOST_STORE), os.pipe()
-    output.add(Source(reader, 2, 1))
+    output.add(Pipe(reader, 2, 1))
     output.tails[1] = Tail()
     os.write(writer, "".join(f"{line}\n" for line in [*lost, "", "a line", *lost, *others]).encode())
     os.close(writer)
@@ -309,7 +309,7 @@ def test_noise_among_the_ranks_lines_is_left_out(capfd: pytest.CaptureFixture[st
     for quiet, show in ((False, [lines[0], *block]), (True, [lines[0]])):
         output.quiet = quiet
         reader, writer = os.pipe()
-        output.add(Source(reader, 2))
+        output.add(Pipe(reader, 2))
         os.write(writer, "".join(f"{line}\n" for line in [*lines, *block]).encode())
         os.close(writer)
         output.drain()

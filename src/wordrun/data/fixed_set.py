@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wordrun.data.batch import Batch
-from wordrun.data.pairs import Rows
+from wordrun.data.pairs import PairSequences
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
 
@@ -48,7 +48,7 @@ class FixedSet:
     def __init__(
         self, tokens: Array, block_size: int, batch_size: int, count: int | None,
         rank: int = 0, size: int = 1, eot: int | None = None, parts: Sequence[tuple[int, float]] = (),
-        rows: Rows | None = None,
+        rows: PairSequences | None = None,
     ) -> None:  # fmt: skip
         starts, shares, begin = [], [], 0
         for length, share in parts or [(len(tokens), 1.0)]:

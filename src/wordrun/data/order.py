@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from wordrun.config import MIX_PERIOD, Config
 from wordrun.data.batch import Batch, rows
 from wordrun.data.corpus import Corpus
-from wordrun.data.pairs import Rows
+from wordrun.data.pairs import PairSequences
 from wordrun.data.shards import Array
 from wordrun.errors import ConfigError
 
@@ -154,7 +154,7 @@ class Sequences(Order):
 class PairOrder(Order):
     """The sequences of prompts and answers; each epoch has all of them, in another order."""
 
-    def __init__(self, rows: Rows, seed: int) -> None:
+    def __init__(self, rows: PairSequences, seed: int) -> None:
         self.rows, self.seed = rows, seed
         self.block_size, self.per_epoch = rows.block_size, len(rows)
 
@@ -236,7 +236,7 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     return order
 
 
-def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> Rows:
+def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> PairSequences:
     """Return the sequences of pairs in ``tokens``, a split of the run's corpus.
 
     Raises:
@@ -247,7 +247,7 @@ def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> Rows:
             f"data.kind=pairs needs an end-of-text token, which ends each answer, and tokenizer={cfg.tokenizer.name} "
             "has none: use tokenizer=hf with the model's tokenizer.path, or tokenizer=gpt2, bpe or byte"
         )
-    return Rows(tokens, cfg.text_model.block_size, corpus.tokenizer.eot, several=cfg.text.mask_documents)
+    return PairSequences(tokens, cfg.text_model.block_size, corpus.tokenizer.eot, several=cfg.text.mask_documents)
 
 
 def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:

@@ -21,7 +21,7 @@ READ = 2**22
 """Tokens to read at once."""
 
 
-class Rows:
+class PairSequences:
     """Sequences of pairs, each pair in one of them; a pair longer than a sequence loses its end.
 
     Args:

@@ -37,7 +37,7 @@ TRACEBACK = re.compile(rb"^(Traceback \(most recent call last\)|Fatal Python err
 
 
 @dataclass
-class Source:
+class Pipe:
     """A pipe that ranks or the launcher write to."""
 
     fd: int
@@ -106,10 +106,10 @@ class Output:
                     path = os.path.join(self.pipes, f"{rank}.{name}")
                     os.mkfifo(path, 0o600)
                     # Open for writing as well, so that it does not end when a rank closes it.
-                    self.add(Source(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
+                    self.add(Pipe(os.open(path, os.O_RDWR | os.O_NONBLOCK), sink, rank))
         except OSError:  # the file system has no named pipes, or this process may not open so many files
-            for source in self._sources():
-                self._close(source)
+            for pipe in self._open_pipes():
+                self._close(pipe)
             for name in os.listdir(self.pipes):
                 os.unlink(os.path.join(self.pipes, name))
             self.pipes = ""
@@ -120,56 +120,56 @@ class Output:
         self.quiet = True
         self.interrupted |= interrupted
 
-    def add(self, source: Source) -> None:
-        """Forward ``source`` from now on."""
-        self.selector.register(source.fd, selectors.EVENT_READ, source)
+    def add(self, pipe: Pipe) -> None:
+        """Forward ``pipe`` from now on."""
+        self.selector.register(pipe.fd, selectors.EVENT_READ, pipe)
 
     def select(self, timeout: float) -> list[selectors.SelectorKey]:
         """Return what can be read within ``timeout`` seconds; while our own output is stuck, nothing from the ranks."""
         if not self.stuck:
             return [key for key, _ in self.selector.select(timeout)]
-        others = [key for key in self.selector.get_map().values() if not isinstance(key.data, Source)]
+        others = [key for key in self.selector.get_map().values() if not isinstance(key.data, Pipe)]
         readable, _, _ = select.select([key.fd for key in others], list(self.stuck), [], timeout)
         for sink in list(self.stuck):
             self._write(sink, b"")
         return [key for key in others if key.fd in readable]
 
-    def pump(self, source: Source) -> None:
+    def pump(self, pipe: Pipe) -> None:
         """Forward what has arrived, in whole lines; stop at the end of the pipe, or when our own output is closed."""
-        chunk = os.read(source.fd, READ)
-        if chunk and source.own and source.sink == 1:
+        chunk = os.read(pipe.fd, READ)
+        if chunk and pipe.own and pipe.sink == 1:
             self.report += chunk
             return
-        data = source.pending + chunk
+        data = pipe.pending + chunk
         # A carriage return begins a line that overwrites the last one.
         end = max(data.rfind(b"\n") + 1, data.rfind(b"\r")) if chunk else len(data)
-        if not source.pending or end:
-            source.since = time.monotonic()
-        source.pending = data[max(end, 0) :]
-        if not (self._show(source, data[: max(end, 0)]) and chunk):
-            self._close(source)
+        if not pipe.pending or end:
+            pipe.since = time.monotonic()
+        pipe.pending = data[max(end, 0) :]
+        if not (self._show(pipe, data[: max(end, 0)]) and chunk):
+            self._close(pipe)
 
     def forward_partial(self, *, at_once: bool = False) -> bool:
         """Forward incomplete lines that have waited long enough; return whether others still wait."""
         waiting = False
         # Perhaps the end of such a line has arrived, if this process had to wait for a core.
         unread = set() if at_once else {key.fd for key, _ in self.selector.select(0)}
-        for source in self._sources():
-            now, since = time.monotonic(), source.since
-            quiet_since = now if unread else max(since, self.wrote[source.sink])
+        for pipe in self._open_pipes():
+            now, since = time.monotonic(), pipe.since
+            quiet_since = now if unread else max(since, self.wrote[pipe.sink])
             due = at_once or now > min(quiet_since + PARTIAL_S, since + MIXED_S)
-            if source.pending and due and source.fd not in unread:
-                part, source.pending = source.pending, b""
-                if not self._show(source, part):
-                    self._close(source)
-            waiting |= bool(source.pending)
+            if pipe.pending and due and pipe.fd not in unread:
+                part, pipe.pending = pipe.pending, b""
+                if not self._show(pipe, part):
+                    self._close(pipe)
+            waiting |= bool(pipe.pending)
         return waiting
 
     def drain(self) -> None:
         """Forward everything written so far, even if a process that a rank left behind keeps writing."""
         for _ in range(MOST_READS):
             for key, _ in self.selector.select(0):
-                if isinstance(key.data, Source):
+                if isinstance(key.data, Pipe):
                     self.pump(key.data)
         self.forward_partial(at_once=True)
 
@@ -185,14 +185,14 @@ class Output:
             self._fold(self.report)
         else:
             self._write(1, self.report)
-        for source in self._sources():
-            held, source.held = source.held, None
+        for pipe in self._open_pipes():
+            held, pipe.held = pipe.held, None
             if held and b"KeyboardInterrupt" in held:
                 self._fold(held)
             elif held:
                 self.interrupted = False
-                self._show(source, held)
-            self._close(source)
+                self._show(pipe, held)
+            self._close(pipe)
         until = None if patience_s is None else time.monotonic() + patience_s
         while self.stuck and (until is None or time.monotonic() < until):
             for key in self.select(PARTIAL_S):  # numbers of signals
@@ -204,27 +204,27 @@ class Output:
         """Return the last lines on stderr, of ``rank`` alone if it has pipes of its own."""
         return (self.tails.get(rank) or self.tail).lines()
 
-    def _show(self, source: Source, text: bytes) -> bool:
+    def _show(self, pipe: Pipe, text: bytes) -> bool:
         """Write whole lines; return whether our own output is still open."""
-        if source.rank is None:
+        if pipe.rank is None:
             self._look_for_kill(text)
-        if source.own and self.quiet:
+        if pipe.own and self.quiet:
             self._fold(text)
             return True
-        if source.sink == 2 or source.rank is None:
+        if pipe.sink == 2 or pipe.rank is None:
             for match in self._patterns[self.quiet].finditer(text):
                 self._fold(match[0])
             text = self._patterns[self.quiet].sub(b"", text)
-        if source.sink == 2 and source.rank is not None:
-            self.tails[source.rank].add(text)
-            if self.interrupted and source.held is None and (begin := TRACEBACK.search(text)):
-                text, source.held = text[: begin.start()], text[begin.start() :]
-            elif source.held is not None:
-                source.held += text
+        if pipe.sink == 2 and pipe.rank is not None:
+            self.tails[pipe.rank].add(text)
+            if self.interrupted and pipe.held is None and (begin := TRACEBACK.search(text)):
+                text, pipe.held = text[: begin.start()], text[begin.start() :]
+            elif pipe.held is not None:
+                pipe.held += text
                 return True
-        if source.sink == 2:
+        if pipe.sink == 2:
             self.tail.add(text)
-        return self._write(source.sink, text)
+        return self._write(pipe.sink, text)
 
     def _look_for_kill(self, text: bytes) -> None:
         if self.killed and re.search(self.killed.encode(), text, re.MULTILINE):
@@ -253,9 +253,9 @@ class Output:
             self.stuck[sink] = rest[done:]
         return True
 
-    def _sources(self) -> list[Source]:
-        return [key.data for key in self.selector.get_map().values() if isinstance(key.data, Source)]
+    def _open_pipes(self) -> list[Pipe]:
+        return [key.data for key in self.selector.get_map().values() if isinstance(key.data, Pipe)]
 
-    def _close(self, source: Source) -> None:
-        self.selector.unregister(source.fd)
-        os.close(source.fd)
+    def _close(self, pipe: Pipe) -> None:
+        self.selector.unregister(pipe.fd)
+        os.close(pipe.fd)

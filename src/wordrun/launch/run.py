@@ -23,7 +23,7 @@ from wordrun.launch.kills import Kills, Outcome
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.meeting import Meeting
 from wordrun.launch.oom import OomWatch
-from wordrun.launch.output import LOST_STORE, MOST_RANKS, PARTIAL_S, Output, Source
+from wordrun.launch.output import LOST_STORE, MOST_RANKS, PARTIAL_S, Output, Pipe
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
@@ -170,7 +170,7 @@ def _read(child: subprocess.Popen[bytes], output: Output) -> None:
     for stream, sink in ((child.stdout, 1), (child.stderr, 2)):
         if stream is not None:
             with stream:
-                output.add(Source(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
+                output.add(Pipe(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
 
 
 def _start_guardian(
@@ -219,7 +219,7 @@ def _watch(job: Supervisor, arrived: int) -> int:
                 for number in os.read(arrived, 512):
                     if number != signal.SIGCHLD:
                         job.receive(number)
-            elif not isinstance(key.data, Source):
+            elif not isinstance(key.data, Pipe):
                 key.data()  # a guardian's message
             else:
                 if key.data.sink == 2 or key.data.own:

@@ -14,7 +14,7 @@ from wordrun.sweep import places
 from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.options import LauncherOptions
 from wordrun.sweep.pool import Ended, Pool
-from wordrun.sweep.table import Progress
+from wordrun.sweep.table import LiveTable
 
 USAGE = """\
 Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun` has recorded in sweep.json.
@@ -63,7 +63,7 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) ->
     done = f"; {skipped} already finished or running" if skipped else ""
     print(f"sweep {sweep.dir}: {len(todo)} point{'s' * (len(todo) != 1)}, {at_once} at a time{done}", flush=True)
     with Pool(sweep, found) as pool:
-        progress = Progress(sweep, pool)
+        progress = LiveTable(sweep, pool)
         progress.states.update({number: state for number, state in states.items() if state in ("finished", "running")})
         with progress:
             while pool.running or (todo and not pool.ending):

@@ -29,7 +29,7 @@ from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.grid import outcome
 from wordrun.sweep.options import LauncherOptions, SweeperOptions
 from wordrun.sweep.pool import Ended, Pool
-from wordrun.sweep.table import Progress
+from wordrun.sweep.table import LiveTable
 from wordrun.validation import higher_is_better
 
 LOOK_S = 1.0
@@ -204,7 +204,7 @@ class Search:
         )  # fmt: skip
         looked = 0.0
         with Pool(self.sweep, found) as pool:
-            progress = Progress(self.sweep, pool, self.options.metric, higher=self.higher, keys=self.space)
+            progress = LiveTable(self.sweep, pool, self.options.metric, higher=self.higher, keys=self.space)
             for trial in self.study.get_trials(deepcopy=False, states=tuple(STATES)):
                 progress.states[trial.user_attrs.get("point", -1)] = STATES[trial.state]
             progress.states.pop(-1, None)
@@ -237,7 +237,7 @@ class Search:
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         return sorted(trials, key=lambda trial: (trial.value or 0.0) * (-1 if self.higher else 1))
 
-    def begin(self, pool: Pool, progress: Progress) -> None:
+    def begin(self, pool: Pool, progress: LiveTable) -> None:
         """Start the next point, unless the same one has been run before: then its value counts again."""
         trial = self.study.ask(self.space)
         words = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
@@ -271,7 +271,7 @@ class Search:
             hopeless = hopeless or self.trials[point.number].should_prune()
         return hopeless
 
-    def end(self, ended: Ended, pool: Pool, progress: Progress) -> None:
+    def end(self, ended: Ended, pool: Pool, progress: LiveTable) -> None:
         """Tell Optuna how a point has ended; one that is to be continued stays open in the study."""
         point = ended.point
         self.report(point)

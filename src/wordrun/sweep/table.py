@@ -19,7 +19,7 @@ SHOWN = 30
 """Most points in the table while they run."""
 
 
-class Progress:
+class LiveTable:
     """What is shown while a sweep runs; used as a context manager."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Progress:
         self._live: Live | None = None
         self._drawn = 0.0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> LiveTable:
         """Draw the table, on a terminal."""
         screen = console()
         if screen.is_terminal:

@@ -44,7 +44,7 @@ LAST_SAVE_S = 5.0
 ALL = 2**62
 
 
-class Nodes:
+class NodeGroups:
     """Which ranks share a node's memory, and where they serve files. All ranks must create one together."""
 
     def __init__(self, memory: NodeMemory, peers: Peers, world: World) -> None:
@@ -90,7 +90,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
         if problem := self.problem_of(start):
             raise ConfigError(self._refusal(problem))
-        self.nodes = Nodes(self.memory, self.peers, world)
+        self.nodes = NodeGroups(self.memory, self.peers, world)
         self._number = 0
         self._own = 0
         """Bytes of the shares of this node's ranks; 0: not known yet."""

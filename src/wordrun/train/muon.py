@@ -21,7 +21,7 @@ from wordrun.train.orthogonal import cost, divided, joined, orthogonalized
 from wordrun.train.owners import Owners, assign
 
 
-class Part(NamedTuple):
+class MatrixGroup(NamedTuple):
     """Hidden matrices whose work is divided among the same ranks."""
 
     items: list[int]
@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, cfg: MuonConfig, parameters: Named) -> None:
         parameters = parameters if isinstance(parameters, NamedParameters) else NamedParameters(parameters)
         self.cfg, self.group, self.device, self.layout = cfg, parameters.group, parameters.device, parameters.layout
-        self._parts: dict[tuple[int, ...], list[Part]] = {}
+        self._groups: dict[tuple[int, ...], list[MatrixGroup]] = {}
         hidden = [(p, parameters.matrices[name]) for name, p in parameters if name in parameters.matrices]
         self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
         rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
@@ -72,15 +72,15 @@ class Muon(torch.optim.Optimizer):
             compat.step(self.adamw)
             return
         rows = [self.rows[item] for item in chosen]
-        if chosen not in self._parts:
-            self._parts[chosen] = self._assign(parameters, rows)
+        if chosen not in self._groups:
+            self._groups[chosen] = self._assign(parameters, rows)
         directions = self._directions(parameters)
-        for number, part in enumerate(self._parts[chosen]):
+        for number, part in enumerate(self._groups[chosen]):
             some = [[each[item] for item in part.items] for each in (parameters, directions)]
             self._step_part(part, *some, with_adamw=number == 0)
 
     def _step_part(
-        self, part: Part, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
+        self, part: MatrixGroup, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
     ) -> None:
         """Step ``parameters`` by their orthogonalized ``directions``; AdamW's step overlaps the first exchange."""
         owners, rows = part.owners, part.rows
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
                 self._update(part, parameters, under_way.pop(0)())
         self._update(part, parameters, under_way.pop()())
 
-    def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> list[Part]:
+    def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> list[MatrixGroup]:
         """Divide the work on ``parameters`` among the ranks that hold them.
 
         The work on an expert is divided among the ranks that have it.
@@ -118,10 +118,10 @@ class Muon(torch.optim.Optimizer):
                 grids = [grid.first_shard() for grid in grids]
                 kinds = [replace(each, kinds=each.kinds // at.ep) for each in kinds]
             costs = [cost(grid.shape, each) for grid, each in zip(grids, kinds, strict=True)]
-            parts.append(Part(items, kinds, assign(grids, costs, group, dtype, device)))
+            parts.append(MatrixGroup(items, kinds, assign(grids, costs, group, dtype, device)))
         return parts
 
-    def _update(self, part: Part, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
+    def _update(self, part: MatrixGroup, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
         """Step those of the ``parameters`` that have ``directions``, by number."""
         group = self.param_groups[0]
         for item, direction in directions.items():
