@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
 from wordrun.model import Model, Transformer, lora, meta_model, new_model, pretrained
-from wordrun.model.generate import generate, why_silent
+from wordrun.model.generate import generate, predictor, why_silent
 from wordrun.plan.shapes import ModelShapes, shapes_of
 from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
@@ -237,9 +237,11 @@ class LanguageTask(Task):
         tokens = torch.from_numpy(begin)[None].to(backend.device)
         vocab_size = self.meta_model.vocab_size if isinstance(self.meta_model, Transformer) else self.vocab_size
 
+        predict = self._predictor(backend)
+
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
             # Without the vocabulary's padding, so that every layout draws the same tokens.
-            return backend.logits(tokens)[:, :vocab_size]
+            return predict(tokens)[:, :vocab_size]
 
         # Without torch.compile, which would recompile for each length of the growing text.
         eager = torch.compiler.set_stance("force_eager") if compat.compiler_is_loaded() else nullcontext()
@@ -249,6 +251,13 @@ class LanguageTask(Task):
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
         return self.tokenizer.decode(self._shown(text[0].cpu().numpy(), len(begin)))
+
+    def _predictor(self, backend: Backend) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function from tokens (B, T) to the logits of the next one, with a KV cache on a complete model."""
+        if not self.cfg.backend.replicated:
+            return backend.logits
+        context = torch.autocast(backend.device.type, dtype=backend.dtype, enabled=backend.dtype != torch.float32)
+        return context(predictor(backend.parts[0]))  # type: ignore[no-any-return]
 
     def _begin(self, prompt: str) -> NDArray[Any]:
         """Return the tokens that a sample continues; for pairs, the end-of-text token and what precedes the answer."""

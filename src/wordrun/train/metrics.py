@@ -210,11 +210,13 @@ class ValidationSet(Protocol):
 
 @contextlib.contextmanager
 def evaluation_mode(backend: Backend) -> Iterator[None]:
-    """Put the model into evaluation mode within a ``with`` block."""
+    """Put the model into evaluation mode within a ``with`` block, in which its weights must not change."""
     training = backend.parts[0].training
     for part in backend.parts:
         part.eval()
-    yield
+    # Weights that autocast has cast are kept until its outermost context ends: here, for more than one forward pass.
+    with torch.autocast(backend.device.type, enabled=False):
+        yield
     for part in backend.parts:
         part.train(training)
 
