@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,8 @@ from wordrun.log import LOGGER
 GAIN = 1.25
 """bf16 is used if a matrix product is at least this many times as fast in it. Processors with bf16 instructions reach 2
 to 4 from a width of 128 on, and those that emulate it 0.01, so the choice is the same at each start of a run."""
-ROWS, WIDTHS = 256, (256, 512)
-"""The size of that product: rows, and the smallest and largest width, so that it takes a few milliseconds."""
+ROWS, WIDTHS, ROUNDS = 256, (256, 512), 8
+"""Of that product: rows, the smallest and largest width, so that it takes milliseconds, and how often it is done."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,7 +62,7 @@ def bf16_gain(width: int) -> float:
     torch.set_num_threads(1)  # the processor time of one thread hardly depends on other load
     try:
         with torch.no_grad():
-            for _ in range(4):
+            for _ in range(ROUNDS):
                 for dtype, each in seconds.items():
                     begin = time.thread_time()
                     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
@@ -71,7 +70,7 @@ def bf16_gain(width: int) -> float:
                     each.append(time.thread_time() - begin)
     finally:
         torch.set_num_threads(threads)
-    fp32, bf16 = (median(each[1:]) for each in seconds.values())
+    fp32, bf16 = map(min, seconds.values())  # other load slows some of them down, also in processor time
     return fp32 / bf16
 
 
