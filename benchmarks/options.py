@@ -3,10 +3,9 @@
     python benchmarks/options.py
     python benchmarks/options.py --steps 300 --seeds 1 2 3
 
-Each row is a run with one option more than the plain model, then all of them, then all but one, then all with one
-changed. Losses are means over
-the whole validation split, so they do not depend on the machine; seconds are processor seconds of the whole process,
-evaluation and start-up included, which do not depend on its other load.
+Each row is a run with one option more than the plain model, then all of them, then all but one, then all with another
+value of one. Losses are means over the whole validation split, so they do not depend on the machine; seconds are
+processor seconds of the whole process, evaluation and start-up included, which do not depend on its other load.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ CHANGED = {
     "Muon: weight decay 0.1": [DECAY],
     "Muon: cautious weight decay 0.1": [DECAY, "optimizer.cautious=true"],
 }
-"""Values of options that all have in common."""
+"""What differs from all options together in each of the last rows."""
 
 
 def measure(out: Path, words: Sequence[str], steps: int, seed: int) -> tuple[float, float]:
@@ -89,7 +88,7 @@ def main() -> None:
     rows["all, but the tied output layer"] = best
     for left in together:
         rows[f"- {left}"] = [*chain(*(words for name, words in together.items() if name != left))]
-    rows |= {f"* {name}": [*best, *words] for name, words in CHANGED.items()}
+    rows |= {f"with {name}": [*best, *words] for name, words in CHANGED.items()}
     print(f"| option | loss after {args.steps} steps | processor seconds |\n|---|---|---|")
     for name, words in rows.items():
         if not re.search(args.rows, name):

@@ -219,7 +219,7 @@ def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in list(os.environ):
         if name.startswith(("WORDRUN_", "WANDB_", "PMI_", "SLURM_", "PBS_", "PALS_", "OMPI_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VIRTUAL_ENV"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORDRUN_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

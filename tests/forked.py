@@ -95,9 +95,9 @@ def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """
     from wordrun.train import run
 
-    drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page, load_beside=run.load_beside)
-    none = {"draw": lambda *_: [], "page": SimpleNamespace(write=lambda path: path / "report.html")}
-    with mock.patch.multiple(run, load_beside=lambda: None, **none):
+    drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page)
+    page = SimpleNamespace(write=lambda path: path / "report.html", load_beside=lambda: None)
+    with mock.patch.multiple(run, draw=lambda *_: [], page=page):
         yield drawing
 
 

@@ -243,7 +243,7 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
     runs, references = {}, {}
     for model, words in MODELS.items():
         for name, more in (BOTH | VARIANTS[model]).items():
-            if (model, name) in (("llama", "tp"), ("llama", "ddp"), ("parts", "ddp")):  # as in the others
+            if (model, name) in (("llama", "tp"), ("llama", "ddp"), ("parts", "ddp")):  # as with the other models
                 continue
             shares = 1 if name.startswith(("tp", "pp")) else 2
             gas = 1 if (name in BOTH and model == "gpt") or name == "ddp-static" else 2

@@ -103,15 +103,15 @@ def test_a_line_in_two_halves_is_not_split_while_others_print(capfd: pytest.Capt
 def test_a_line_whose_end_has_arrived_is_not_split(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
     """Launch itself may not get a core for longer than a prompt waits."""
     output, (reader, writer) = Output(), os.pipe()
-    source = Pipe(reader, 1, 0)
-    output.add(source)
+    pipe = Pipe(reader, 1, 0)
+    output.add(pipe)
     os.write(writer, b"one ")
-    output.pump(source)
+    output.pump(pipe)
     os.write(writer, b"line\n")
     time.sleep(late_s)
     assert output.forward_partial()
     assert capfd.readouterr().out == ""
-    output.pump(source)
+    output.pump(pipe)
     assert capfd.readouterr().out == "one line\n"
     output.close()
 
@@ -166,11 +166,11 @@ def test_a_process_that_keeps_printing_does_not_hold_launch_up(monkeypatch: pyte
     output.add(Pipe(reader, 1))
     pump, pumped = output.pump, 0
 
-    def again(source: Pipe) -> None:
+    def again(pipe: Pipe) -> None:
         nonlocal pumped
         pumped += 1
         assert pumped < 1000
-        pump(source)
+        pump(pipe)
         os.write(writer, b"more\n")
 
     monkeypatch.setattr(output, "pump", again)

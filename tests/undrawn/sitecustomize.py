@@ -12,8 +12,8 @@ from typing import Any
 
 
 def _draw_nothing(run: ModuleType) -> None:
-    page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html")
-    vars(run).update(draw=lambda *_: [], page=page, load_beside=lambda: None)
+    page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html", load_beside=lambda: None)
+    vars(run).update(draw=lambda *_: [], page=page)
 
 
 def _share_trees(tree: ModuleType) -> None:

@@ -292,6 +292,10 @@ def test_from_python(small: Words, tmp_path: Path) -> None:
         text = trainer.generate("The fox", 12, seed=1)
         assert text.startswith("The fox")
         assert len(text) == 7 + 12
+        widths: list[int] = []
+        trainer.backend.parts[0].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+        trainer.generate("The", 4)
+        assert widths == [3, 1, 1, 1], "with a KV cache"
         assert trainer.generate("The fox", 12, seed=1) == text
         assert trainer.generate("The fox", 12, seed=2) != text
         with pytest.raises(ConfigError, match="'Ü'"):

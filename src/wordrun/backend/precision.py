@@ -14,8 +14,10 @@ from wordrun.log import LOGGER
 GAIN = 1.25
 """bf16 is used if a matrix product is at least this many times as fast in it. Processors with bf16 instructions reach 2
 to 4 from a width of 128 on, and those that emulate it 0.01, so the choice is the same at each start of a run."""
-ROWS, WIDTHS, ROUNDS = 256, (256, 512), 8
-"""Of that product: rows, the smallest and largest width, so that it takes milliseconds, and how often it is done."""
+ROWS, WIDTHS = 256, (256, 512)
+"""The size of that product: rows, and the smallest and largest width, so that it takes a few milliseconds."""
+ROUNDS = 8
+"""How often it is measured. The shortest time counts, because other load makes some of them longer."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +61,7 @@ def bf16_gain(width: int) -> float:
     x, weight = torch.ones(ROWS, size), torch.ones(4 * size, size)
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the processor time of one thread hardly depends on other load
+    torch.set_num_threads(1)  # so that the thread's processor time is that of the product
     try:
         with torch.no_grad():
             for _ in range(ROUNDS):
@@ -70,8 +72,7 @@ def bf16_gain(width: int) -> float:
                     each.append(time.thread_time() - begin)
     finally:
         torch.set_num_threads(threads)
-    fp32, bf16 = map(min, seconds.values())  # other load slows some of them down, also in processor time
-    return fp32 / bf16
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
 def fast_dtype(asked: str, device: torch.device) -> str:

@@ -236,7 +236,6 @@ class LanguageTask(Task):
         begin = self._begin(prompt)
         tokens = torch.from_numpy(begin)[None].to(backend.device)
         vocab_size = self.meta_model.vocab_size if isinstance(self.meta_model, Transformer) else self.vocab_size
-
         predict = self._predictor(backend)
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:

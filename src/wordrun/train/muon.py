@@ -75,15 +75,15 @@ class Muon(torch.optim.Optimizer):
         if chosen not in self._groups:
             self._groups[chosen] = self._assign(parameters, rows)
         directions = self._directions(parameters)
-        for number, part in enumerate(self._groups[chosen]):
-            some = [[each[item] for item in part.items] for each in (parameters, directions)]
-            self._step_part(part, *some, with_adamw=number == 0)
+        for number, matrices in enumerate(self._groups[chosen]):
+            some = [[each[item] for item in matrices.items] for each in (parameters, directions)]
+            self._step_group(matrices, *some, with_adamw=number == 0)
 
-    def _step_part(
-        self, part: MatrixGroup, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
+    def _step_group(
+        self, matrices: MatrixGroup, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
     ) -> None:
         """Step ``parameters`` by their orthogonalized ``directions``; AdamW's step overlaps the first exchange."""
-        owners, rows = part.owners, part.rows
+        owners, rows = matrices.owners, matrices.rows
         directions = [each.to(owners.device, owners.dtype) for each in directions]
         gathering = owners.to_owners(0, directions)
         if with_adamw:
@@ -95,8 +95,8 @@ class Muon(torch.optim.Optimizer):
                 gathering = owners.to_owners(bucket + 1, directions)
             under_way.append(owners.from_owners(bucket, self._orthogonal(complete, rows)))
             if bucket:  # this bucket's results are in transit meanwhile
-                self._update(part, parameters, under_way.pop(0)())
-        self._update(part, parameters, under_way.pop()())
+                self._update(matrices, parameters, under_way.pop(0)())
+        self._update(matrices, parameters, under_way.pop()())
 
     def _assign(self, parameters: Sequence[Tensor], rows: Sequence[Rows]) -> list[MatrixGroup]:
         """Divide the work on ``parameters`` among the ranks that hold them.
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         numbers: dict[bool, list[int]] = {}
         for item, p in enumerate(parameters):
             numbers.setdefault("ep" in compat.mesh_axes(p), []).append(item)
-        parts = []
+        found = []
         for is_expert, items in numbers.items():
             grids, group = [grid_of(parameters[item], at) for item in items], self.group
             kinds = [rows[item] for item in items]
@@ -118,15 +118,15 @@ class Muon(torch.optim.Optimizer):
                 grids = [grid.first_shard() for grid in grids]
                 kinds = [replace(each, kinds=each.kinds // at.ep) for each in kinds]
             costs = [cost(grid.shape, each) for grid, each in zip(grids, kinds, strict=True)]
-            parts.append(MatrixGroup(items, kinds, assign(grids, costs, group, dtype, device)))
-        return parts
+            found.append(MatrixGroup(items, kinds, assign(grids, costs, group, dtype, device)))
+        return found
 
-    def _update(self, part: MatrixGroup, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
+    def _update(self, matrices: MatrixGroup, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:
         """Step those of the ``parameters`` that have ``directions``, by number."""
         group = self.param_groups[0]
         for item, direction in directions.items():
             p = parameters[item]
-            factor = step_factor(self.cfg.scale, part.owners.shapes[item], part.rows[item])
+            factor = step_factor(self.cfg.scale, matrices.owners.shapes[item], matrices.rows[item])
             update(local(p), direction, group["lr"], factor, group["weight_decay"], cautious=self.cfg.cautious)
 
     def _directions(self, parameters: Sequence[Tensor]) -> list[Tensor]:

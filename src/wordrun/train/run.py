@@ -24,7 +24,6 @@ from wordrun.dist import World
 from wordrun.errors import ConfigError, first_line
 from wordrun.log import LOGGER
 from wordrun.report import page
-from wordrun.report.page import load_beside
 from wordrun.runs.metrics import read
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
@@ -154,7 +153,7 @@ class Run:
             if not self._logged:  # only now, so that the first step does not wait for the import
                 self._logged = True
                 if self.cfg.train.report:
-                    load_beside()
+                    page.load_beside()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
 
