@@ -226,20 +226,13 @@ MUON_3D = [
 MUON_EMPTY = ["train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=2", *MUON, *SHORT]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the runs of this file, which share their references."""
-    return tmp_path_factory.mktemp("backends")
-
-
-def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home)
+def test_two_ranks_go_as_one(ranks: Any, tmp_path: Path) -> None:
     ones = {"gpt-one": MODELS["gpt"]}
     ones |= {f"{model}-one-short": [*words, *SHORT] for model, words in MODELS.items()}
     ones |= {f"{model}-four-short": [*words, FOUR, *SHORT] for model, words in MODELS.items()}
     ones |= {"muon-one": MUON, "mup-one-short": [*MUP, *SHORT]}
     ones |= {"masked-short": MASKED, "unmasked": [*MASKED, "data.mask_documents=false"]}
-    train(ranks, 1, ones, home)
+    train(ranks, 1, ones, tmp_path)
     runs, references = {}, {}
     for model, words in MODELS.items():
         for name, more in (BOTH | VARIANTS[model]).items():
@@ -275,12 +268,12 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
         "rounded": [*BOTH["ddp"], *MODELS["gpt"], *SHORT, "model.batch_size=4", "backend.compress=bf16"],
     }
     for some in (runs | others, masked):
-        train(ranks, 2, some, home)
+        train(ranks, 2, some, tmp_path)
     for name, reference in references.items():
-        compare(home, name, reference)
-    assert figures(home / "masked-short")["val_loss"] != figures(home / "unmasked")["val_loss"]
+        compare(tmp_path, name, reference)
+    assert figures(tmp_path / "masked-short")["val_loss"] != figures(tmp_path / "unmasked")["val_loss"]
     names = ("dropout", "dropout-again", "gpt-one-short", "rounded")
-    first, again, exact, rounded = (figures(home / name) for name in names)
+    first, again, exact, rounded = (figures(tmp_path / name) for name in names)
     assert again == first, "what is computed again drops the same elements"
     assert first["loss"] != exact["loss"]
     assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-3), "gradients sent in bf16"
@@ -289,14 +282,13 @@ def test_two_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyP
         ("gpt", "gpt-one", "gpt-fsdp-1"), ("llama", "llama-one-short", "llama-fsdp-2"),
         ("modern", "modern-one-short", "modern-fsdp-2"), ("muon", "muon-one", "muon-fsdp-1"),
     ):  # fmt: skip
-        one = torch.load(home / one_rank / "found.pt", weights_only=False)["ranks"][0]
-        for each in torch.load(home / two_ranks / "found.pt", weights_only=False)["ranks"]:
+        one = torch.load(tmp_path / one_rank / "found.pt", weights_only=False)["ranks"][0]
+        for each in torch.load(tmp_path / two_ranks / "found.pt", weights_only=False)["ranks"]:
             for what in ("parameters", "gradients", "states"):
                 assert each[what] == pytest.approx(one[what] / 2, rel=0.02), f"{model}: {what}"
 
 
-def test_four_and_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home)
+def test_four_and_eight_ranks_go_as_one(ranks: Any, tmp_path: Path) -> None:
     four = {
         "muon-empty": [*MUON_EMPTY, f"model.batch_size={2 * TP}"],
         "muon-3d": [*MUON_3D, f"model.batch_size={2 * TP}"],
@@ -306,11 +298,11 @@ def test_four_and_eight_ranks_go_as_one(ranks: Any, home: Path, monkeypatch: pyt
         "modern-alone-short": [*MODELS["modern"], *SHORT], "muon-alone": MUON_3D[2:],
         "muon-empty-alone-short": MUON_EMPTY[2:],
     }  # fmt: skip
-    train(ranks, 1, alone, home)
-    train(ranks, 4, four, home)
-    train(ranks, 8, eight, home)
+    train(ranks, 1, alone, tmp_path)
+    train(ranks, 4, four, tmp_path)
+    train(ranks, 8, eight, tmp_path)
     for name, reference in zip(("modern-3d", "muon-3d", "muon-empty"), alone, strict=True):
-        compare(home, name, reference)
+        compare(tmp_path, name, reference)
 
 
 BUILD = """
