@@ -23,9 +23,10 @@ Words = Callable[..., list[str]]
 
 @pytest.mark.skipif(not compat.cpu_is_fast_at_bf16(), reason="would emulate bf16")
 def test_the_measurement_is_clear_and_leaves_no_trace() -> None:
+    """Whatever it says: Zen 4 gains 2, and a Xeon with AVX512_BF16 whose host hides AMX loses as much."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    gain = bf16_gain(384)
-    assert gain > GAIN
+    gains = [bf16_gain(384) for _ in range(2)]
+    assert (gains[0] > GAIN) == (gains[1] > GAIN), "training would be in bf16 at one start and in fp32 at the next"
     assert torch.get_num_threads() == threads
     assert torch.get_rng_state().equal(state)
 
