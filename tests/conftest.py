@@ -25,10 +25,12 @@ from typing import Any
 import hypothesis
 import kept_trees
 import pytest
+import stand_in
 from xdist.scheduler import LoadFileScheduling
 
 import cpu_times
 import forked
+from programs import Programs
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -229,6 +231,22 @@ def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "undrawn"))  # see there; without it, runs are drawn
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the socket of a process that has imported torch, and in whose forks programs of tests can run."""
+    path = tmp_path_factory.mktemp("programs") / "socket"
+    Programs(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _forked_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the marker says so, let programs run in forks, whoever starts them: see ``stand_in``."""
+    marker = request.node.get_closest_marker("forked_programs")
+    if marker and marker.args != (False,):
+        monkeypatch.setenv(stand_in.VARIABLE, str(request.getfixturevalue("programs")))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ IMPORTS = [
 # Launchers end the other ranks this soon after one has failed.
 GRACE_S = 0.3
 _server = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 
 
 def preload(*more: str) -> None:
@@ -43,6 +45,20 @@ def preload(*more: str) -> None:
 
 
 preload()
+
+
+def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    """Call ``target`` in a fork of the process that has imported torch.
+
+    Returns:
+        the new process, whose end only the caller's thread may look at.
+    """
+    process = _server.Process(target=target, args=args, daemon=True)
+    with _starting:
+        process.start()
+        # Otherwise another thread that starts a process would look at the end of this one, which can be read once.
+        vars(multiprocessing.process)["_children"].discard(process)
+    return process
 
 
 def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -68,8 +84,7 @@ def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) ->
     for rank in range(n):
         mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
         whole = {**env, **told, **{name: str(number) for name, number in mine.items()}}
-        ranks.append(_server.Process(target=_rank, args=(list(words), os.getcwd(), whole, files), daemon=True))
-        ranks[-1].start()
+        ranks.append(start(_rank, list(words), os.getcwd(), whole, files))
     end, status = time.monotonic() + timeout, 0
     while (living := [rank for rank in ranks if rank.exitcode is None]) and time.monotonic() < end:
         wait([rank.sentinel for rank in living], timeout=end - time.monotonic())
@@ -111,20 +126,26 @@ def shared_trees() -> Iterator[None]:
 
 
 def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Path]) -> None:
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    become(words, folder, env)
+
+
+def become(words: Sequence[str], folder: str, env: Mapping[str, str]) -> None:
+    """Run a Python script, or ``-m module``, in this process, which has been forked."""
     gc.freeze()  # a collection would copy all memory that the ranks share
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    sys.argv, sys.path[0] = words, folder
+    script = Path(words[0]).absolute()
+    sys.argv, sys.path[0] = list(words), folder if words[0] == "-m" else str(script.parent)
     sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     with undrawn(), shared_trees():
         if words[0] == "-m":
-            sys.argv = words[1:]
+            sys.argv = list(words[1:])
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
 
 
 def without_gloo(output: str) -> str:

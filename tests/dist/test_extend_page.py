@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 MOST = {

@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 PARTS = """
 import wordrun
 

@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 (LINE,) = re.findall(r"^launch -n 2 wordrun (model=line.*)$", PAGE, re.MULTILINE)

@@ -34,10 +34,15 @@ SKIPPED = ("on a cluster", "on more ranks", "takes minutes")
 ELSEWHERE = ("git", "pip", "source", "bin/quickstart", "qsub", "sbatch", "salloc", "ssh", "rsync", "squeue", "qstat")
 """Commands that need a network, a scheduler, or another shell."""
 NUMBER = re.compile(r"-?\d+\.\d+")
+SHOW_STACKS = ("debugging",)
+"""Pages on which ``launch`` reads what ranks do, for which they have to be its descendants."""
 
 
 @pytest.mark.timeout(600)  # several launches one after the other
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.forked_programs(name not in SHOW_STACKS)) for name in PAGES],
+)
 def test_the_page_runs_as_it_is_written(
     name: str, ranks: Command, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

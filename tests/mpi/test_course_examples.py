@@ -25,6 +25,8 @@ from wordrun.launch.address import free_port
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TABLE = dict(re.findall(r"^\| \[([\w.]+)\].*\| `(.*)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE))

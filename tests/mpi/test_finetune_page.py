@@ -17,6 +17,8 @@ import transformers
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 PAGE = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
 (TRAIN,) = re.findall(r"^launch .*$", PAGE, re.MULTILINE)
 EXPORTS = [line.partition("#")[0].strip() for line in re.findall(r"^wordrun export .*$", PAGE, re.MULTILINE)]

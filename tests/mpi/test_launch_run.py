@@ -236,6 +236,7 @@ LAUNCHERS = [("hydra", []), ("torchrun", ["--launcher", "torchrun"])]
 by_launcher = pytest.mark.parametrize("words", [w for _, w in LAUNCHERS], ids=[name for name, _ in LAUNCHERS])
 
 
+@pytest.mark.forked_programs
 @by_launcher
 def test_plain_ddp_runs_unmodified(tmp_path: Path, words: Sequence[str]) -> None:
     for _ in range(3):

@@ -15,6 +15,8 @@ from wordrun import new
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 BIN = Path(sys.executable).parent
 SMALL = ["model.n_layer=1", "model.n_embd=16", "train.eval_iters=2", "train.sample_tokens=4", "train.eval_interval=4"]
 

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from wordrun.prepare.cli import main
 from wordrun.prepare.sources.sample import sample_text
 from wordrun.track.jsonl import read
+
+pytestmark = pytest.mark.forked_programs
 
 Ranks = Callable[..., Any]
 

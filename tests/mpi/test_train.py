@@ -16,6 +16,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command, Start
 
+pytestmark = pytest.mark.forked_programs
+
 SMOKE = ["data=sample", "train=smoke", "tracker=jsonl", "train.max_iters=4", "model.n_layer=2", "model.n_embd=32"]
 
 
@@ -34,6 +36,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.forked_programs(False)
 @pytest.mark.parametrize("under", ["mpiexec", "torchrun"])
 def test_one_run_and_one_voice(under: str, ranks: Any, tmp_path: Path) -> None:
     """MPI is imported before torch, and nothing is drawn where nobody watches."""
@@ -86,6 +89,7 @@ with dist.session() as world:
 """
 
 
+@pytest.mark.forked_programs(False)
 @pytest.mark.parametrize("under", ["torchrun", "launch"])
 def test_a_rank_that_raises_ends_the_job(under: str, ranks: Any, command: Any, tmp_path: Path) -> None:
     (tmp_path / "crash.py").write_text(CRASH)
@@ -122,6 +126,7 @@ def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.forked_programs(False)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_ends_the_run_after_a_whole_step(
     number: signal.Signals, status: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +176,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.forked_programs(False)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_asks_for_another_start(
     number: signal.Signals, start: Start, tmp_path: Path

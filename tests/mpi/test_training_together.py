@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 SMALL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=8",
     "train.max_iters=20", "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3",

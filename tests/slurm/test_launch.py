@@ -91,6 +91,7 @@ def test_ranks_are_where_a_hostfile_and_uneven_numbers_put_them(cluster: Cluster
     assert lines == sorted(listed + spread)
 
 
+@pytest.mark.forked_programs
 def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, tmp_path: Path, ranks: Any) -> None:
     small = (*SMALL, "train.dtype=fp32")  # the rounding of bf16 depends on the size of the batch
     together = cluster.run(
@@ -130,6 +131,7 @@ else:
     assert got.returncode == 0, got.stdout + got.stderr
 
 
+@pytest.mark.forked_programs
 def test_the_smoke_check(cluster: Cluster) -> None:
     words = ("salloc", "-N2", "-n2", "launch", sys.executable, "-m", "wordrun.test_dist")
     got = cluster.run(*words, timeout=120)
@@ -137,6 +139,7 @@ def test_the_smoke_check(cluster: Cluster) -> None:
     assert len(re.findall(r"\[rank \d of 2\] \[local rank 0 of 1\] \[node \d of 2\]", got.stdout)) == 2
 
 
+@pytest.mark.forked_programs
 def test_bandwidths_between_nodes(cluster: Cluster, tmp_path: Path) -> None:
     words = ("salloc", "-N2", "-n4", "launch", sys.executable, "-m", "wordrun.test_dist", "--bench")
     got = cluster.run(*words, "--sizes", "4KB", "--out", str(tmp_path), timeout=120)
