@@ -13,8 +13,8 @@ from wordrun.log import LOGGER
 
 GAIN = 1.25
 """bf16 is used if a matrix product is at least this many times as fast in it. From a width of 128 on, AMD Zen 4 and
-Intel's AMX reach 2 to 4, an Intel processor with AVX512_BF16 alone 0.5, and those that emulate it 0.01, so the choice is
-the same at each start of a run."""
+Intel's AMX reach 2 to 4, an Intel processor with AVX512_BF16 alone 0.5, and those that emulate it 0.01, so the choice
+is the same at each start of a run."""
 ROWS, WIDTHS = 256, (256, 512)
 """The size of that product: rows, and the smallest and largest width, so that it takes a few milliseconds."""
 ROUNDS = 8
