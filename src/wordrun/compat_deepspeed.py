@@ -6,8 +6,10 @@ Tried with DeepSpeed 0.19.8, with torch 2.8 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import logging
+import pickle
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -76,7 +78,8 @@ def deepspeed_reads_data_only() -> Iterator[None]:
     checkpoints, reading one fails with an error that names them; add them to ``DEEPSPEED_STATE``.
     """
     real: Any = torch.load
-    known = [getattr(importlib.import_module(module), n) for module, names in DEEPSPEED_STATE.items() for n in names]
+    known: list[Any] = [(_enum_member, "builtins.getattr")]
+    known += [getattr(importlib.import_module(module), n) for module, names in DEEPSPEED_STATE.items() for n in names]
 
     def load(file: Any, *args: Any, **options: Any) -> Any:
         try:
@@ -90,6 +93,14 @@ def deepspeed_reads_data_only() -> Iterator[None]:
             yield
     finally:
         _replace("torch", "load", real)
+
+
+def _enum_member(kind: Any, name: str) -> enum.Enum:
+    """Stand for ``getattr``, with which pickles of Python 3.11.0 to 3.11.3 refer to a member of an enum."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"GLOBAL getattr of {kind!r}")
+    member: enum.Enum = kind[name]
+    return member
 
 
 def _replace(module: str, name: str, value: Any) -> None:

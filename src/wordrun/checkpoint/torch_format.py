@@ -19,6 +19,7 @@ from torch import Tensor
 
 METADATA = ".metadata"
 RECORDS = {
+    "builtins": ("getattr",),  # with which Python 3.11.0 to 3.11.3 refers to a member of an enum
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
