@@ -30,5 +30,7 @@ def test_what_tensor_parallelism_adds(count: int, heads: int, groups: list[int],
     assert done.returncode == 0, done.stdout + done.stderr
     found = load_speeds(tmp_path / "speeds.json")
     assert [each["ranks"] for each in found.split] == groups
-    assert all(each["block_s"] > 0 for each in found.split)  # rest_s is little, and 0 in a measurement with noise
+    # Differences of two times: where other load makes the first shorter, they are 0.
+    assert all(each["block_s"] >= 0 and each["rest_s"] >= 0 for each in found.split)
+    assert not groups or any(each["block_s"] > 0 for each in found.split)
     assert found.copy_s > 0
