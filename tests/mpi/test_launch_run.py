@@ -763,6 +763,7 @@ sys.stdout.write(f"met at {os.environ['MASTER_PORT']}\\n")
 """
 
 
+@pytest.mark.forked_programs
 def test_a_port_that_was_taken_in_the_meantime_is_survived(tmp_path: Path) -> None:
     run = launch(tmp_path, "-n", "2", "python", script(tmp_path, TAKEN_ONCE))
     assert run.returncode == 0, run.stderr

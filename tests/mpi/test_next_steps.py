@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from conftest import Command, Start
 
@@ -29,6 +31,7 @@ def run_dir(cwd: Path) -> Path:
     return path.parent
 
 
+@pytest.mark.forked_programs
 def test_after_the_last_step(command: Command, tmp_path: Path) -> None:
     done = command("launch", *WORDRUN, "train.max_iters=4")
     assert done.returncode == 0, done.stdout + done.stderr

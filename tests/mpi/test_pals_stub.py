@@ -17,6 +17,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
+pytestmark = pytest.mark.forked_programs
+
 STUB = """#!{python}
 import argparse, os, signal, subprocess, sys
 parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -190,6 +190,7 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
     assert "saved: " not in outs[1].read_text()
 
 
+@pytest.mark.forked_programs
 @pytest.mark.parametrize(("ranks", "layout"), [("4", [2, 2]), ("5", [3, 2])])
 def test_ranks_lie_on_the_nodes_evenly(cluster: Cluster, tmp_path: Path, ranks: str, layout: list[int]) -> None:
     """--ntasks alone would fill the first node's four cores."""

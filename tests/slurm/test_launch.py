@@ -274,6 +274,7 @@ def test_a_node_that_goes_down_ends_the_launch(cluster: Cluster, tmp_path: Path)
     assert (tmp_path / "status").read_text().strip() not in ("", "0")
 
 
+@pytest.mark.forked_programs
 def test_a_plain_torch_script(cluster: Cluster) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "plain_ddp.py"
     got = cluster.run("salloc", "-N2", "-n2", "launch", "-N", "2", "-n", "2", sys.executable, script, timeout=120)
@@ -314,6 +315,7 @@ def test_more_ranks_than_the_job_has_room_for(cluster: Cluster, tmp_path: Path) 
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.forked_programs
 def test_submit_takes_a_chain_through_sbatch_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "outputs/launches").mkdir(parents=True)
     words = ("-N", "2", "-n", "4", "--walltime", "0:05:00", "--job-name", "chained", "--chain", "2", "--", "sh", "-c")
