@@ -59,12 +59,16 @@ class Programs:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(ConnectionError):
             size, fds, *_ = socket.recv_fds(connection, 8, 8)
-            message = b""
-            while len(message) < int.from_bytes(size, "big"):
-                message += connection.recv(1 << 16)
-            process = forked.start(_program, json.loads(message), [Fd(fd) for fd in fds])
+            message = connection.makefile("rb").read(int.from_bytes(size, "big"))
+            try:
+                # A message that ends early comes from a process that was killed.
+                process = forked.start(_program, json.loads(message), [Fd(fd) for fd in fds]) if fds else None
+            except json.JSONDecodeError:
+                process = None
             for fd in fds:
                 os.close(fd)
+            if process is None:
+                return
             connection.sendall(b"%d\n" % (process.pid or 0))
             if process.sentinel not in wait([connection, process.sentinel]):  # what stands for it was killed
                 process.kill()
