@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -61,21 +63,21 @@ def made(texts: Path, folder: Path, tokenizer: TokenizerConfig = BYTE, ranks: in
     """Prepare ``texts`` as that many ranks, threads here, and return the options."""
     data = TextConfig("mine", path=str(texts), prepared=str(folder), **options)
     preparation = run.begin(locate(data), tokenizer, folder)
-    failures: list[BaseException] = []
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def rank(number: int) -> None:
         try:
             run.execute(preparation, World(rank=number, size=ranks, local_rank=number, local_size=ranks))
         except BaseException as error:
-            failures.append(error)
+            ended.put(error)
+        else:
+            ended.put(None)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    for number in range(ranks):
+        threading.Thread(target=rank, args=(number,), daemon=True).start()
+    for _ in range(ranks):
+        if (failure := ended.get()) is not None:  # the other ranks wait for its work without end
+            raise failure
     return data
 
 
@@ -632,6 +634,30 @@ obtain(cfg, World())
     made(texts, tmp_path / "alone")
     shards = {name: digest for name, digest in content(tmp_path / "out").items() if name != "manifest.json"}
     assert shards.items() <= content(tmp_path / "alone").items()
+
+
+def test_ranks_that_are_threads_prepare_their_workers_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one removes a variable that the other has removed, and fails."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    main_module, environment, inside = sys.modules["__main__"], dict(os.environ), threading.Semaphore(0)
+
+    def rank() -> bool:
+        with workers._as_worker_environment():
+            return inside.acquire(timeout=0.2)  # the other is not inside as well
+
+    def other() -> bool:
+        with workers._as_worker_environment():
+            inside.release()
+            return os.environ["OMP_NUM_THREADS"] == "1"
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rank)
+        while sys.modules["__main__"] is main_module and not first.done():
+            time.sleep(0.001)
+        second = pool.submit(other)
+        assert (first.result(), second.result()) == (False, True)
+    assert sys.modules["__main__"] is main_module
+    assert dict(os.environ) == environment
 
 
 # A new kind of source

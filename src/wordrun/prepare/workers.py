@@ -38,6 +38,9 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 COLUMNS = 5
 """Columns of the progress table, which has a row per work item: begun, done, documents, tokens and bytes."""
 
+_preparing = threading.Lock()
+"""Held while the environment and ``__main__`` are as workers need them: ranks may be threads of one process."""
+
 _progress: Any = None
 """In a worker: the progress table, shared with the parent process."""
 
@@ -136,18 +139,19 @@ def _as_worker_environment() -> Iterator[None]:
 
     Spawned processes import the caller's script, which may lack an ``if __name__ == "__main__"`` guard.
     """
-    main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in ENVIRONMENT}
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _preparing:
+        main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in ENVIRONMENT}
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        os.environ.update(ENVIRONMENT)
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _begin(shared: Any) -> None:
