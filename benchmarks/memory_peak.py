@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak(step: Callable[[], Any]) -> int:
     """Return the most bytes that ``step`` had allocated on the CPU at one time, by torch's profiler."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Profiler clears events")  # of torch 2.10; keeping them takes much longer
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
     events: list[tuple[int, int]] = []
 
     def walk(nodes: Any) -> None:

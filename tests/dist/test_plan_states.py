@@ -200,3 +200,67 @@ def _most(words: list[str], n: int) -> float:
     model = shapes_of(cfg.model, VOCAB)
     planner = Planner(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
     return memory(model, planner.strategy("as asked", cfg.backend), "none").total
+
+
+LOSSES = """
+import json, sys
+from functools import partial
+import torch
+import wordrun
+from memory_peak import peak
+from wordrun import backend, dist, kernels
+from wordrun.backend.stopwatch import Stopwatch
+from wordrun.checks import check
+from wordrun.data.batch import Batch
+from wordrun.model import meta_model
+from wordrun.plan import activations
+from wordrun.plan.candidates import Planner
+from wordrun.plan.options import PlanConfig, hardware
+from wordrun.plan.shapes import shapes_of
+from wordrun.registry import part_of
+
+VOCAB, B, T = 4096, 8, 64
+kernels.CHUNK = activations.CHUNK = 2**19  # of 2^21 logits
+tokens = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(0))
+batch = Batch(tokens[:, :-1], tokens[:, 1:])
+with dist.session(device="cpu") as world:
+    torch.set_num_threads(1)
+    for words in json.loads(sys.argv[1]):
+        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        layout = check(cfg, world.size)
+        optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
+        model = partial(meta_model, cfg.model, VOCAB, multiple=layout.tp)
+        made = backend.build(backend.BackendSpec(cfg, world, layout, model, optimizer))
+        step = partial(made.train_step, [batch], 1e-3, Stopwatch(made.device))
+        step()  # makes the optimizer's state
+        most = peak(step)
+        made.close()
+        shapes = shapes_of(cfg.model, VOCAB)
+        planner = Planner(cfg, shapes, hardware(PlanConfig(devices=world.size, per_node=world.size, device="cpu")))
+        planned = activations.logits_memory(shapes, planner.strategy("as asked", cfg.backend), B * T)
+        sys.stdout.write(json.dumps([words, most, planned]) + "\\n")
+        sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_memory_of_a_loss_of_many_logits_is_the_planned(n: int, ranks: Any, tmp_path: Path) -> None:
+    """Of a model so small that the rest is a few per cent; under tensor parallelism, of a shard."""
+    (tmp_path / "losses.py").write_text(LOSSES)
+    small = [
+        "data=sample", "train.device=cpu", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
+        "model.block_size=64", "model.batch_size=8", *(["train.backend=TP"] if n > 1 else []),
+    ]  # fmt: skip
+    models = [["model=nano"], ["model=modern"], ["model=modern", "model.softcap=0"]]
+    runs = [
+        [*model, *small, f"train.dtype={dtype}", f"train.chunked_loss={chunked}"]
+        for model in models
+        for dtype in ("fp32", "bf16")
+        for chunked in ("false", "true")
+    ]
+    done = ranks(n, "losses.py", json.dumps(runs), under="fork", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == n * len(runs)
+    for words, most, planned in found:
+        assert 0 <= most - planned < 1e6, (words, most, planned)

@@ -17,6 +17,8 @@ from wordrun.plan.strategy import FP32, Strategy
 
 CROSS_ENTROPY = 12
 """Bytes per logit when its backward pass begins: log-probabilities and two gradients, in fp32."""
+SHARDED_CROSS_ENTROPY = 16
+"""The same where the vocabulary is sharded over ranks: torch's loss_parallel has a fourth tensor of that size."""
 
 
 @dataclass(frozen=True)
@@ -179,21 +181,28 @@ def activation_memory(
     for kind in (checkpointing_of(checkpointing, layer) for layer in reversed(layers)):
         recomputed = max(recomputed, redone[kind] - per_token)
         per_token += saved[kind]
-    head = spare = 0.0
-    if cfg.n_layer - 1 in layers:  # input and output of the last norm, and the logits
-        softcap = getattr(cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
-        logits = (CROSS_ENTROPY + strategy.compute * softcap) * model.vocab_size / tp
-        gathered = getattr(strategy.backend, "stage", 0) == 3  # only its own module gathers the output layer's weights
-        chunked = strategy.cfg.train.chunked_loss
-        chunked = tokens * model.vocab_size > LARGE if chunked is None else chunked
-        if chunked and not gathered:
-            logits, spare = strategy.compute * model.vocab_size / tp, (3 if softcap else 2) * FP32 * CHUNK
-        head = start + cfg.n_embd * strategy.compute + logits
+    logits = 0.0
+    if cfg.n_layer - 1 in layers:  # with the input and output of the last norm
+        logits = tokens * (start + cfg.n_embd * strategy.compute) + logits_memory(model, strategy, tokens)
     # Gradients of the widest layer's output and input. With recomputation, the recomputed output is freed before the
     # second gradient is allocated.
     widest = max(size(each) for each in tensors) * (1 if recomputed else 2)
     return {
         "activations": tokens * per_token,
-        "logits": tokens * head + spare,
+        "logits": logits,
         "block": tokens * (recomputed + start + widest),  # start: the stream's gradient
     }
+
+
+def logits_memory(model: ModelShapes, strategy: Strategy, tokens: float) -> float:
+    """Return the bytes of the logits of ``tokens`` on a rank of the last stage, and of what the loss makes of them."""
+    count, sharded = tokens * model.vocab_size / strategy.layout.tp, strategy.layout.tp > 1
+    softcap = getattr(model.cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
+    gathered = getattr(strategy.backend, "stage", 0) == 3  # only its own module gathers the output layer's weights
+    chunked = strategy.cfg.train.chunked_loss
+    chunked = tokens * model.vocab_size > LARGE if chunked is None else chunked
+    if gathered or not chunked:
+        return count * ((SHARDED_CROSS_ENTROPY if sharded else CROSS_ENTROPY) + strategy.compute * softcap)
+    # The softmax of a chunk is computed in fp32; among shards it needs no copy of fp32 logits.
+    copies = 3 if softcap else 2 - (strategy.compute == FP32) - sharded
+    return count * strategy.compute + copies * FP32 * min(CHUNK, count)
