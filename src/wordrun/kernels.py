@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 SHORT = 512
 """Number of tokens up to which a CPU in bf16 is faster without the fused kernel (measured: 64 to 512, not 1,024)."""
-SHORT_COMPILED = 128
+SHORT_FP32 = 128
 """The same for compiled models in fp32 (measured: 64 and 128, at 256 equal)."""
 LARGE = 2**24
 """Number of logits above which ``model.loss.cross_entropy`` is used; below, their memory does not matter."""
@@ -40,8 +40,8 @@ def keeps_weights(p: float, tokens: int, *, bf16: bool, compiled: bool = False) 
         p: dropout probability of the attention weights.
         tokens: length of the sequences.
         bf16: whether the computation is in bf16.
-        compiled: whether the model is compiled; then dropout and bf16 are left to the fused kernel.
+        compiled: whether the model is compiled; then dropout is left to the fused kernel.
     """
     if compiled:
-        return p == 0 and not bf16 and tokens <= SHORT_COMPILED
+        return p == 0 and tokens <= (SHORT if bf16 else SHORT_FP32)
     return p > 0 or (bf16 and tokens <= SHORT)

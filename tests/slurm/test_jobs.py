@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import stand_in
 
 from wordrun import new
 
@@ -94,13 +95,13 @@ def elapsed(cluster: Cluster, job: str) -> int:
     return sum(60**i * int(part) for i, part in enumerate(reversed(text.split(":"))))
 
 
-def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_chain_of_three_equals_one_run(cluster: Cluster, programs: Path, tmp_path: Path) -> None:
     """Its links end by the time limit, by a requeue, by a SIGTERM, and at the last step."""
     (tmp_path / "held.py").write_text(HELD)
     hold(15)
     command = [sys.executable, "held.py", *TINY]
     alone = ("--env", "FREE=1", "--env", "PYTHONFAULTHANDLER=1", *command, "hydra.run.dir=whole")
-    whole = cluster.start("salloc", "-N2", "-n2", "launch", *alone)
+    whole = cluster.start("salloc", "-N2", "-n2", "launch", *alone, **{stand_in.VARIABLE: str(programs)})
     words = ("-N", "2", "-n", "2", "--walltime", "0:10:00", "--walltime-margin", "60", "--job-name", "link")
     got = cluster.run("launch", "--submit", *words, "--chain", "3", "--", *command, PATH=PATH)
     assert got.returncode == 0, got.stderr
@@ -149,6 +150,7 @@ def test_a_chain_of_three_equals_one_run(cluster: Cluster, tmp_path: Path) -> No
     assert len(list(tmp_path.glob("outputs/*/*/*/run.json"))) == 1
 
 
+@pytest.mark.forked_programs
 def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """One that launch has submitted, and one by hand, which tells nobody the run's name."""
     (tmp_path / "held.py").write_text(HELD)
