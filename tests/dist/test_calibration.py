@@ -18,7 +18,7 @@ import sys
 from wordrun.study import calibrate
 
 calibrate.ROUNDS = 2  # how exact the times are does not matter here
-measure = calibrate.Ranks._seconds
+measure = calibrate.RankTimer._seconds
 
 
 def seconds(ranks, *actions):
@@ -30,7 +30,7 @@ def seconds(ranks, *actions):
     return [*undivided, *divided, pairs]
 
 
-calibrate.Ranks._seconds = seconds
+calibrate.RankTimer._seconds = seconds
 sys.exit(calibrate.main(sys.argv[1:]))
 """
 

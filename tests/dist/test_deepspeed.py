@@ -184,7 +184,7 @@ with dist.guard(world):
             trainer.train()
             folder = folders.all_in(trainer.run.path)[-1].path
             manifest = json.loads((folder / "manifest.json").read_text())
-            load = lambda: trainer.backend.load(folder, manifest["backend"], ["streams.0"])
+            load = lambda: trainer.backend.load(folder, manifest["backend"], ["rng.0"])
             convert = lambda: find(folder).weights()
             load(), convert()
             del manifest["crc32"]

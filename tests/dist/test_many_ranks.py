@@ -136,7 +136,7 @@ def walk(optimizer):
     for p in parameters:
         local(p.data).fill_(rank + 1)
 
-    folder, own = Path(f"{cfg.train.backend}-{rank}-{optimizer}"), f"streams.{rank}"
+    folder, own = Path(f"{cfg.train.backend}-{rank}-{optimizer}"), f"rng.{rank}"
     folder.mkdir()
     state = {**made.model_state(), **tensors_of(made.optimizer, made.named_parameters())}  # and copies of tied weights
     rows = made._rows_of(state)

@@ -129,13 +129,14 @@ def in_torchs_format(seal: Callable[..., None]) -> Callable[..., None]:
     def convert(folder: Path, without: str = " ", **manifest: Any) -> None:
         tensors = {name: stored.empty() for name, stored in index.load(folder).items()}
         shards.read(folder, tensors)
-        tensors |= shards.read_own(folder, 0, ["streams.0"])
+        own = shards.read_own(folder, 0, ["rng.0"])
+        tensors |= {name.replace("rng", "streams"): states for name, states in own.items()}
         for file in [folder / index.INDEX, *folder.glob("shards-*")]:
             file.unlink()
         kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it saves alone
             save(kept, checkpoint_id=folder, no_dist=True)
-        seal(folder, **{"format": 2, "shards": 0, **manifest})
+        seal(folder, **{"format": 2, "shards": 0, "rng": "streams", **manifest})
 
     return convert

@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from wordrun.train.hooks.curve import POINTS, ROWS, Curve
+from wordrun.train.hooks.curve import POINTS, ROWS, TerminalCurve
 
 
 def screen(width: int = 80, height: int = 24, encoding: str = "utf-8") -> Console:
@@ -16,7 +16,7 @@ def screen(width: int = 80, height: int = 24, encoding: str = "utf-8") -> Consol
     return Console(file=file, width=width, height=height, force_terminal=True, color_system=None)
 
 
-def drawn(curve: Curve, width: int = 80) -> list[str]:
+def drawn(curve: TerminalCurve, width: int = 80) -> list[str]:
     """Return the rows that ``curve`` takes on a terminal."""
     console = screen(width)
     with console.capture() as capture:
@@ -34,7 +34,7 @@ def dots(rows: list[str]) -> list[list[int]]:
 
 
 def test_a_falling_loss_is_a_falling_curve_with_its_limits_beside_it() -> None:
-    curve = Curve()
+    curve = TerminalCurve()
     for step in range(1, 1001):
         curve.add(step, 5 - 3 * step / 1000)
     for width in (60, 80, 120):
@@ -48,7 +48,7 @@ def test_a_falling_loss_is_a_falling_curve_with_its_limits_beside_it() -> None:
 
 
 def test_a_spike_reaches_the_top() -> None:
-    curve = Curve()
+    curve = TerminalCurve()
     for step in range(1, 101):
         curve.add(step, 9.0 if step == 50 else 2.0)
     columns = dots(drawn(curve))
@@ -57,7 +57,7 @@ def test_a_spike_reaches_the_top() -> None:
 
 
 def test_few_points_and_equal_losses_are_drawn_too() -> None:
-    curve = Curve()
+    curve = TerminalCurve()
     assert drawn(curve) == []
     curve.add(1, 3.0)
     assert drawn(curve) == []
@@ -69,7 +69,7 @@ def test_few_points_and_equal_losses_are_drawn_too() -> None:
 
 
 def test_a_long_run_keeps_a_limited_number_of_points() -> None:
-    curve = Curve()
+    curve = TerminalCurve()
     for step in range(1, 10 * POINTS):
         curve.add(step, 1 / step)
     assert len(curve._points) <= POINTS
@@ -83,4 +83,4 @@ def test_a_long_run_keeps_a_limited_number_of_points() -> None:
      (80, 24, "latin-1", False)],
 )  # fmt: skip
 def test_only_a_large_terminal_has_a_curve(width: int, height: int, encoding: str, fits: bool) -> None:
-    assert Curve.fits(screen(width, height, encoding)) == fits
+    assert TerminalCurve.fits(screen(width, height, encoding)) == fits

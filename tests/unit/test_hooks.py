@@ -22,7 +22,7 @@ from wordrun.track.jsonl import read
 from wordrun.train.hooks import Hook
 from wordrun.train.hooks.ema import EMA
 from wordrun.train.hooks.lr_range import LRRange, steepest
-from wordrun.train.spikes import Spikes
+from wordrun.train.spikes import SpikeDetector
 from wordrun.train.trainer import Trainer
 from wordrun.train.training import HookError, HookSet
 
@@ -201,7 +201,7 @@ def test_statistics_are_those_of_the_gradients_and_the_activations(small: Words,
 
 
 def test_a_spike_is_scored_by_the_steps_before_it() -> None:
-    spikes = Spikes(SpikesConfig(window=4, threshold=3.0))
+    spikes = SpikeDetector(SpikesConfig(window=4, threshold=3.0))
     losses = [3.0, 3.2, 2.8, 3.0, 2.9, 9.0, math.nan, 3.1]
     scores = [spikes.score(loss) for loss in losses]
     assert scores[:4] == [None] * 4
@@ -211,7 +211,7 @@ def test_a_spike_is_scored_by_the_steps_before_it() -> None:
     assert (scores[5] or 0) > 3
     assert scores[6] is None, "a loss that is not finite is neither scored nor kept"
     assert spikes.state_dict()["losses"] == [3.0, 2.9, 9.0, 3.1]
-    flat = Spikes(SpikesConfig(window=2))
+    flat = SpikeDetector(SpikesConfig(window=2))
     assert [flat.score(2.0) for _ in range(3)] == [None] * 3, "no deviation to measure with"
 
 

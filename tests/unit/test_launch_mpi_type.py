@@ -8,7 +8,7 @@ import pytest
 
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS, mpi_type
-from wordrun.launch.launchers.base import Search, own_bin
+from wordrun.launch.launchers.base import LauncherSearch, own_bin
 from wordrun.launch.request import Options
 from wordrun.launch.site import UNKNOWN, Site
 
@@ -37,7 +37,7 @@ def choose(folder: Path, library: str, listed: str, default: str, site: Site = U
         (folder / name).chmod(0o755)
     path = f"{folder}:{own_bin()}:/usr/bin:/bin"
     options = Options(command=(command,), launcher_args=tuple(filter(None, [env.pop("args", "")])))
-    return mpi_type.choose("srun", Search(None, 4, {"PATH": path, **env}, JOB, site, LAUNCHERS, options))
+    return mpi_type.choose("srun", LauncherSearch(None, 4, {"PATH": path, **env}, JOB, site, LAUNCHERS, options))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ import pytest
 from wordrun.errors import ConfigError, UserError
 from wordrun.study import page, runner, scaling
 from wordrun.study.cli import main
-from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number
+from wordrun.study.points import DONE, FAILED, LAST, OWN, Points, StudyPoint, number
 
-A, B = Point("a", ("x=1",), ("-n", "1")), Point("b", ("x=2",), ("-n", "2"))
+A, B = StudyPoint("a", ("x=1",), ("-n", "1")), StudyPoint("b", ("x=2",), ("-n", "2"))
 
 
 def opened(folder: Path, version: int = 1) -> Points:
@@ -63,7 +63,7 @@ def test_a_point_with_other_options_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as points:
         points.put(A, DONE, speed=1)
         with pytest.raises(ConfigError, match=r"has the point a with other options \(-n 1 x=1\)"):
-            points.check([Point("a", ("x=3",), ("-n", "1"))])
+            points.check([StudyPoint("a", ("x=3",), ("-n", "1"))])
 
 
 def _second(folder: Path, queue: Any) -> None:
@@ -186,14 +186,14 @@ def arguments(folder: Path, *words: str) -> argparse.Namespace:
 
 
 def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [Point(f"p{i}", (f"x={i}",), ("-N", str(nodes))) for i, nodes in enumerate((1, 2, 3, 1))]
+    points = [StudyPoint(f"p{i}", (f"x={i}",), ("-N", str(nodes))) for i, nodes in enumerate((1, 2, 3, 1))]
     nodes = {("-N", str(n)): n for n in (1, 2, 3)} | {(): 3}
     together = []
 
     def look(args: argparse.Namespace, words: Sequence[str]) -> Any:
         return SimpleNamespace(hosts=("a", "b", "c")), SimpleNamespace(nodes=nodes[tuple(words)])
 
-    def start(self: runner.Runner, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+    def start(self: runner.Runner, point: StudyPoint, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
         busy = [host for _, others in self.running.values() for host in others]
         assert len(hosts) == nodes[point.launch]
         assert not set(busy) & set(hosts)
@@ -213,7 +213,7 @@ def test_a_point_without_room_on_the_disk_ends_the_study_and_is_repeated(
 ) -> None:
     texts = ["OSError: No space left on device", "", "", ""]
 
-    def start(self: runner.Runner, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+    def start(self: runner.Runner, point: StudyPoint, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
         self._output(point).parent.mkdir(exist_ok=True)
         self._output(point).write_text(texts.pop(0))
         return subprocess.Popen(["sh", "-c", "exit 3"])

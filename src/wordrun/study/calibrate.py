@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(cfg: Config, world: dist.World, *, with_bandwidth: bool = True) -> Speeds:
     """Return the speeds of these ranks for the model of ``cfg``; every rank calls this."""
-    ranks = Ranks(cfg, world)
+    ranks = RankTimer(cfg, world)
     groups = ranks.tensor_parallel_groups()
     slowest = all_max(torch.tensor([round(each / TICK) for each in ranks.times(groups)], device=ranks.device)) * TICK
     results = []
@@ -84,7 +84,7 @@ def measure(cfg: Config, world: dist.World, *, with_bandwidth: bool = True) -> S
     )  # fmt: skip
 
 
-class Ranks:
+class RankTimer:
     """Measures what each rank computes by itself, all ranks at the same time.
 
     Args:

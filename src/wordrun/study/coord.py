@@ -13,7 +13,7 @@ from wordrun.errors import ConfigError, UserError
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import coord_page
-from wordrun.study.points import Point, Points, positive_numbers
+from wordrun.study.points import Points, StudyPoint, positive_numbers
 from wordrun.study.runner import conduct, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -97,7 +97,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _points(args: argparse.Namespace, base: Config) -> Iterator[Point]:
+def _points(args: argparse.Namespace, base: Config) -> Iterator[StudyPoint]:
     """Yield the points, the narrow models first."""
     for width in map(int, args.widths):
         for kind in KINDS:
@@ -112,14 +112,14 @@ def _points(args: argparse.Namespace, base: Config) -> Iterator[Point]:
 
 def _point(
     name: str, model: Sequence[str], options: dict[str, Any], steps: int, kind: str, width: int, rate: float
-) -> Point:
+) -> StudyPoint:
     # A tenth of the steps, so that no large learning rate meets the initial weights; none for the coordinate check.
     warmup = 0 if "hooks" in options else steps // 10
     more = {**FIXED, **options, "optimizer.warmup_iters": warmup}
     overrides = [*model, *(f"{key}={value}" for key, value in more.items())]
     compose(overrides, ranks=1)
     columns = {"parametrization": kind, "width": width, "learning_rate": rate, "steps": steps}
-    return Point(name, tuple(overrides), ("-n", "1"), columns)
+    return StudyPoint(name, tuple(overrides), ("-n", "1"), columns)
 
 
 def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
@@ -136,7 +136,7 @@ def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
     return words
 
 
-def measured(point: Point, run: RunRecord) -> dict[str, Any]:
+def measured(point: StudyPoint, run: RunRecord) -> dict[str, Any]:
     """Return the columns of a finished run: the loss over the last tenth of the steps, and the last measurements.
 
     Raises:

@@ -18,7 +18,7 @@ from wordrun.plan.cli import vocabulary
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import isoflop_page
-from wordrun.study.points import IMPOSSIBLE, Point, Points, positive_numbers
+from wordrun.study.points import IMPOSSIBLE, Points, StudyPoint, positive_numbers
 from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -84,7 +84,7 @@ def _sizes(text: str) -> list[list[str]]:
     return found
 
 
-def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
+def _points(args: argparse.Namespace, file: Points) -> Iterator[StudyPoint]:
     """Yield the points, the smallest budget first; those that the budget or the options rule out are recorded."""
     base = compose(args.overrides)
     require_transformer(base, " is not one of wordrun's transformers, whose FLOPs are known")
@@ -101,7 +101,7 @@ def _points(args: argparse.Namespace, file: Points) -> Iterator[Point]:
                 overrides += more
             except ConfigError as error:
                 problem = first_line(error)
-            point = Point(name, tuple(overrides), (), columns)
+            point = StudyPoint(name, tuple(overrides), (), columns)
             if problem:
                 file.check([point])
                 file.put(point, IMPOSSIBLE, problem)
@@ -149,7 +149,7 @@ def _run_of(
     return columns, [f"{key}={value}" for key, value in more.items()]
 
 
-def measured(point: Point, run: RunRecord) -> dict[str, Any]:
+def measured(point: StudyPoint, run: RunRecord) -> dict[str, Any]:
     """Return the losses of a finished run.
 
     Raises:

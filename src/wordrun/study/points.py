@@ -28,7 +28,7 @@ LAST = ("started", "device", "site", "commit", "versions", "hosts", "run_dir", "
 
 
 @dataclass(frozen=True)
-class Point:
+class StudyPoint:
     """One run of a study."""
 
     name: str
@@ -120,7 +120,7 @@ class Points:
             )
         return {row["point"]: row for row in rows}
 
-    def check(self, points: Iterable[Point]) -> None:
+    def check(self, points: Iterable[StudyPoint]) -> None:
         """Refuse points whose rows belong to runs with other options.
 
         Raises:
@@ -134,7 +134,7 @@ class Points:
                     "use these, or choose another --out"
                 )
 
-    def put(self, point: Point, state: str, reason: str = "", **values: Any) -> None:
+    def put(self, point: StudyPoint, state: str, reason: str = "", **values: Any) -> None:
         """Write the row of ``point``; a row that it has is replaced.
 
         Args:
@@ -166,7 +166,7 @@ class Points:
             ) from None
 
 
-def options_of(point: Point) -> str:
+def options_of(point: StudyPoint) -> str:
     """Return a point's options as a command line."""
     return shlex.join([*point.launch, *point.overrides])
 

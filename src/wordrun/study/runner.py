@@ -32,13 +32,13 @@ from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.log import LOGGER
 from wordrun.runs.record import NO_REASON, RunRecord, load
 from wordrun.study import jobs
-from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Point, Points
+from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, Points, StudyPoint
 
 POLL_S = 0.1
 ENDED = (REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a launch that was stopped from outside, such as at the end of an allocation."""
 
-Figures = Callable[[Point, RunRecord], dict[str, Any]]
+Figures = Callable[[StudyPoint, RunRecord], dict[str, Any]]
 """Returns the study's own columns for a finished run; a UserError marks the point as failed."""
 Result = Callable[[Mapping[str, str]], str]
 """Returns what to show of the row of a finished run."""
@@ -78,7 +78,7 @@ def parse_study(
 
 
 def conduct(
-    args: argparse.Namespace, opened: Points, points: Callable[[Points], Iterable[Point]], figures: Figures,
+    args: argparse.Namespace, opened: Points, points: Callable[[Points], Iterable[StudyPoint]], figures: Figures,
     write: Callable[[Path, Sequence[Mapping[str, str]]], Iterable[Path]], result: Result = lambda row: DONE,
 ) -> int:  # fmt: skip
     """Run a study and return its exit status: 1 if a point failed, 75 if points are left for the next call.
@@ -148,12 +148,12 @@ class Runner:
         if "WORDRUN_LAUNCH_ID" in os.environ:
             raise ConfigError("a study starts launch itself: call it without launch, such as in a job script")
         self.file, self.args, self.figures, self.result = file, args, figures, result
-        self.running: dict[subprocess.Popen[bytes], tuple[Point, list[str]]] = {}
+        self.running: dict[subprocess.Popen[bytes], tuple[StudyPoint, list[str]]] = {}
         """The launches, with their points and hosts."""
         self.stopped = False
         self.env = {name: text for name, text in os.environ.items() if name not in ("WORDRUN_RUN_ID", "WORDRUN_RESUME")}
 
-    def run(self, points: Sequence[Point]) -> bool:
+    def run(self, points: Sequence[StudyPoint]) -> bool:
         """Run all points without a result; return whether none is left for the next call.
 
         Raises:
@@ -177,7 +177,7 @@ class Runner:
             LOGGER.info("jobs without a result: %d; start the study again when they have ended", waiting)
         return not self.stopped and set(states) <= {DONE, FAILED, IMPOSSIBLE}
 
-    def _run(self, todo: list[Point], job: Job, needs: dict[str, int]) -> None:
+    def _run(self, todo: list[StudyPoint], job: Job, needs: dict[str, int]) -> None:
         free, count, total = list(job.hosts), 0, len(todo)
         screen = log.console()
         columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
@@ -211,7 +211,7 @@ class Runner:
                 if not ended:
                     time.sleep(POLL_S)
 
-    def _was_stopped(self, point: Point, status: int) -> bool:
+    def _was_stopped(self, point: StudyPoint, status: int) -> bool:
         """Return whether the run was ended from outside, so that the next call has to repeat it."""
         if status in ENDED or (status and self.stopped):
             return True
@@ -220,7 +220,7 @@ class Runner:
         except UserError:
             return False
 
-    def _settled(self, point: Point) -> bool:
+    def _settled(self, point: StudyPoint) -> bool:
         """Return whether ``point`` needs no run; record it if its run or its job has ended without that."""
         row = self.file.rows.get(point.name, {})
         state, run = row.get("state"), ""
@@ -240,7 +240,7 @@ class Runner:
             LOGGER.info("%s: %s", point.name, self.file.rows[point.name]["reason"])
         return state in (FAILED, SUBMITTED) and not (self.args.retry_failed or _lacked_room(self.file.rows[point.name]))
 
-    def _start(self, point: Point, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start(self, point: StudyPoint, hosts: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start launch for ``point`` on ``hosts``; empty: on this machine or the whole job."""
         shutil.rmtree(self._folder(point), ignore_errors=True)  # of a failed or stopped run
         output = self._output(point)
@@ -260,27 +260,27 @@ class Runner:
         except OSError as error:
             raise UserError(f"cannot start {point.name}: {error.filename}: {error.strerror}") from None
 
-    def _submit(self, point: Point) -> None:
+    def _submit(self, point: StudyPoint) -> None:
         shutil.rmtree(self._folder(point), ignore_errors=True)
         job = jobs.submit(point.name, self._command(point, [*self._submission(point), "--json"]), self.env)
         self.file.put(point, SUBMITTED, f"job {job}")
         LOGGER.info("%s: submitted job %s", point.name, job)
 
-    def _submission(self, point: Point) -> list[str]:
+    def _submission(self, point: StudyPoint) -> list[str]:
         """Return the options of launch that submit ``point``."""
         return jobs.named([*self.args.launch, *point.launch], point.name)
 
-    def _command(self, point: Point, options: Sequence[str]) -> list[str]:
+    def _command(self, point: StudyPoint, options: Sequence[str]) -> list[str]:
         run = ["-m", "wordrun", *point.overrides, f"hydra.run.dir={self._folder(point)}"]
         return [*launch_command(options), sys.executable, *run]
 
-    def _folder(self, point: Point) -> Path:
+    def _folder(self, point: StudyPoint) -> Path:
         return (self.file.folder / "runs" / point.name).absolute()
 
-    def _output(self, point: Point) -> Path:
+    def _output(self, point: StudyPoint) -> Path:
         return self.file.folder / "logs" / f"{point.name}.txt"
 
-    def _record(self, point: Point, output: Path) -> None:
+    def _record(self, point: StudyPoint, output: Path) -> None:
         """Write the row of a point whose run or job has ended, with everything that it printed in ``output``."""
         state, reason, values = FAILED, "", {}
         try:

@@ -18,7 +18,7 @@ from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
 from wordrun.study import estimate, page
 from wordrun.study.estimate import Estimates
-from wordrun.study.points import FAILED, IMPOSSIBLE, Point, Points
+from wordrun.study.points import FAILED, IMPOSSIBLE, Points, StudyPoint
 from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -94,7 +94,7 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Iterator[Point]:
+def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Iterator[StudyPoint]:
     """Yield the points, the smallest first; those that are impossible are recorded as such."""
     base = compose(args.overrides)
     option = "-n" if args.ranks else "-N"
@@ -129,7 +129,7 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
                 columns |= estimates.of(cfg, ranks, speeds, process, on_cpu=on_cpu)
             except ConfigError as error:
                 problem = first_line(error)
-            point = Point(name, tuple(overrides), words, columns)
+            point = StudyPoint(name, tuple(overrides), words, columns)
             file.check([point])
             if problem:
                 file.put(point, IMPOSSIBLE, problem)

@@ -48,6 +48,8 @@ FREE = {
 NEWEST = 5
 
 
+RNG = "rng"
+"""What the RNG states of all ranks are called in a checkpoint."""
 STATE = {
     "fixed": dict, "facts": dict, "metrics": dict, "seconds": float, "position": int, "backend_name": str,
     "layout": list,
@@ -258,7 +260,7 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMe
     if len(layout) == 4:  # without cp, until 0.1
         layout = [*layout[:3], 1, layout[3]]
     same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
-    mine = rng_name(world.rank)
+    mine = rng_name(world.rank, manifest.get("rng", "streams"))  # as it was called at first
     states = manifest.get("hooks")
     bring = {} if memory is None else {"bring": memory.bring}
     tensors = trainer.hooks.tensors(states or {})
@@ -280,9 +282,9 @@ def rank_seed(cfg: Config, rank: int) -> int:
     return cfg.train.seed + 1 + rank
 
 
-def rng_name(rank: int) -> str:
+def rng_name(rank: int, kind: str = RNG) -> str:
     """Return the name of a rank's RNG states in a checkpoint."""
-    return f"streams.{rank}"
+    return f"{kind}.{rank}"
 
 
 def own_tensors(trainer: Training) -> dict[str, Tensor]:
@@ -299,7 +301,7 @@ def manifest(trainer: Training) -> dict[str, Any]:
         "dtype": trainer.precision,
         "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
         "trackers": trainer.run.tracker_states(),
-        "hooks": trainer.hooks.states(),
+        "hooks": trainer.hooks.states(), "rng": RNG,
     }  # fmt: skip
 
 

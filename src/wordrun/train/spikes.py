@@ -14,7 +14,7 @@ FLAT = 1e-12
 """Losses with a smaller variance, relative to the squared mean, differ by rounding errors alone."""
 
 
-class Spikes:
+class SpikeDetector:
     """Scores losses, which are the same on all ranks, and counts those whose score is at least the threshold."""
 
     def __init__(self, options: SpikesConfig | None = None) -> None:

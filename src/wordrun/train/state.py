@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wordrun.config import SpikesConfig
-from wordrun.train.spikes import Spikes
+from wordrun.train.spikes import SpikeDetector
 
 STORED = (
     "step", "position", "best_loss", "best_metric", "best_value", "best_step", "evaluated_step", "skipped", "compiled",
@@ -52,7 +52,7 @@ class TrainState:
     """What train.compile=auto has decided; None: nothing yet."""
     rollbacks: dict[int, int] = field(default_factory=dict)
     """Rollbacks so far, by the step of the checkpoint (train.on_nonfinite=rollback)."""
-    spikes: Spikes = field(default_factory=Spikes)
+    spikes: SpikeDetector = field(default_factory=SpikeDetector)
     """Scores the training losses."""
     seconds: float = 0.0
     """Training time until the clock was last started; ``elapsed`` includes the time since then."""
@@ -98,7 +98,7 @@ class TrainState:
 
     def mark_spikes(self, options: SpikesConfig) -> None:
         """Mark spikes of the training loss by these ``options`` from now on."""
-        self.spikes = Spikes(options)
+        self.spikes = SpikeDetector(options)
 
     def remember_compilation(self, compiled: bool) -> None:
         """Keep what train.compile=auto has decided."""

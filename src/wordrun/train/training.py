@@ -26,7 +26,7 @@ from wordrun.train.schedule import checked_rate
 from wordrun.train.state import TrainState
 
 
-class Task(Protocol):
+class TaskProtocol(Protocol):
     """What checkpoints and the start of a run need from a task."""
 
     unit: str
@@ -61,7 +61,7 @@ class Training(Protocol):
     """train.dtype or, if that is auto on a CPU, what was measured."""
     gas: int
     """Micro-steps of the last optimizer step; before the first, of a step after train.batch_ramp."""
-    task: Task
+    task: TaskProtocol
     backend: Backend
     state: TrainState
     start: Start

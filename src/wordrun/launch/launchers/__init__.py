@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search
+from wordrun.launch.launchers.base import Launcher, LauncherSearch
 from wordrun.launch.launchers.hydra import Hydra
 from wordrun.launch.launchers.local import Local
 from wordrun.launch.launchers.openmpi import OpenMPI
@@ -28,7 +28,7 @@ def choose(
     Raises:
         ConfigError: it was not found, or does not support what is requested.
     """
-    search = Search(wanted, np, env, job, site, LAUNCHERS, options or Options())
+    search = LauncherSearch(wanted, np, env, job, site, LAUNCHERS, options or Options())
     kind = LAUNCHERS[wanted] if wanted else next((each for each in LAUNCHERS.values() if each.is_default(search)), None)
     if kind:
         return kind.find(search)

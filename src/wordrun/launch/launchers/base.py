@@ -96,12 +96,12 @@ class Launcher:
     """Whether the scheduler's daemons start its ranks, so that no rank is its descendant."""
 
     @classmethod
-    def is_default(cls, search: Search) -> bool:
+    def is_default(cls, search: LauncherSearch) -> bool:
         """Return whether this is the default launcher, as in its scheduler's jobs."""
         return search.job.scheduler == cls.scheduler
 
     @classmethod
-    def find(cls, search: Search) -> Launcher:
+    def find(cls, search: LauncherSearch) -> Launcher:
         """Return this machine's launcher of this kind.
 
         Raises:
@@ -180,7 +180,7 @@ def refuse_binding(options: Options, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Search:
+class LauncherSearch:
     """The search for a launcher on this machine."""
 
     wanted: str | None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, Search, refuse_binding
+from wordrun.launch.launchers.base import Launcher, LauncherSearch, refuse_binding
 from wordrun.launch.request import Request
 
 
@@ -20,12 +20,12 @@ class Local(Launcher):
     in_between = binds_one = False
 
     @classmethod
-    def is_default(cls, search: Search) -> bool:
+    def is_default(cls, search: LauncherSearch) -> bool:
         """Return whether there is a single process, on this machine."""
         return search.np == 1 and search.job.is_local and len(search.job.hosts) == 1
 
     @classmethod
-    def find(cls, search: Search) -> Launcher:
+    def find(cls, search: LauncherSearch) -> Launcher:
         """Refuse more than one process."""
         if search.np > 1:
             raise ConfigError(f"--launcher local starts one process, not {search.np}: omit it, or omit -n")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from wordrun import slurm
-from wordrun.launch.launchers.base import Search, find_command, own_bin
+from wordrun.launch.launchers.base import LauncherSearch, find_command, own_bin
 
 # An MPI library by its version text, and the types that it supports, the best one first. Builds of MPICH that support
 # PMIx name it among their configure options.
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     """The value of ``slurm.NETWORK``; empty: leave it to MPICH."""
 
 
-def choose(srun: str, search: Search) -> Choice:
+def choose(srun: str, search: LauncherSearch) -> Choice:
     """Return the --mpi type, why, and what it requires.
 
     The user's choice (--launcher-args, SLURM_MPI_TYPE) and the site's take precedence, as does SLURM's default if the

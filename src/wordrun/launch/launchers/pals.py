@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from wordrun.errors import ConfigError
-from wordrun.launch.launchers.base import Launcher, Search, mpiexec_command
+from wordrun.launch.launchers.base import Launcher, LauncherSearch, mpiexec_command
 from wordrun.launch.ranks import listed
 from wordrun.launch.request import Request
 from wordrun.launch.site import Site, numbers
@@ -38,7 +38,7 @@ class PALS(Launcher):
     keep_going = ("--no-abort-on-failure",)
 
     @classmethod
-    def is_default(cls, search: Search) -> bool:
+    def is_default(cls, search: LauncherSearch) -> bool:
         """Return whether this is a job at a site that uses PALS."""
         return search.site.launcher == cls.name and search.job.scheduler == search.site.scheduler
 

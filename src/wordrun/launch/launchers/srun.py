@@ -10,7 +10,7 @@ from wordrun import slurm
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import mpi_type
-from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, find_command, rank_command
+from wordrun.launch.launchers.base import Launcher, LauncherSearch, NoLauncherError, find_command, rank_command
 from wordrun.launch.request import LONGEST, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import fill
@@ -44,7 +44,7 @@ class Srun(Launcher):
     single = ("--overlap",)
 
     @classmethod
-    def find(cls, search: Search) -> Launcher:
+    def find(cls, search: LauncherSearch) -> Launcher:
         """Return the srun in PATH."""
         if search.job.scheduler != cls.scheduler:
             raise ConfigError("--launcher srun: SLURM_JOB_ID is not set; start a job with salloc or sbatch first")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, NoLauncherError, Search, rank_command, refuse_binding
+from wordrun.launch.launchers.base import Launcher, LauncherSearch, NoLauncherError, rank_command, refuse_binding
 from wordrun.launch.request import Request
 
 
@@ -31,7 +31,7 @@ class Torchrun(Launcher):
     death_signal = signal.SIGTERM
 
     @classmethod
-    def find(cls, search: Search) -> Launcher:
+    def find(cls, search: LauncherSearch) -> Launcher:
         """Return this environment's torchrun."""
         if has_torch():
             why = "--launcher torchrun" if search.wanted else "no usable mpiexec"

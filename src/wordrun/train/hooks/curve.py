@@ -19,7 +19,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the dots of a braille character: two columns from the left, each from the top."""
 
 
-class Curve:
+class TerminalCurve:
     """Draws the losses so far over the width of the terminal."""
 
     def __init__(self) -> None:

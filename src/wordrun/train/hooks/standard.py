@@ -15,7 +15,7 @@ from wordrun.dist.collectives import all_max
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.runs.metrics import read
 from wordrun.train.checkpoint import SaveError
-from wordrun.train.hooks.curve import Curve
+from wordrun.train.hooks.curve import TerminalCurve
 from wordrun.train.metrics import QUIET, one_line, rate
 from wordrun.train.training import Hook, Training, due
 from wordrun.validation import higher_is_better
@@ -146,14 +146,14 @@ class Bar(Hook):
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
-        self._curve: Curve | None = None
+        self._curve: TerminalCurve | None = None
 
     def at_start(self, trainer: Training) -> None:
         """Show the bar."""
         screen = trainer.log.screen
         if trainer.world.rank != 0 or not screen.is_terminal:
             return
-        self._curve = Curve() if Curve.fits(screen) else None
+        self._curve = TerminalCurve() if TerminalCurve.fits(screen) else None
         if self._curve is not None and trainer.step:
             earlier = read(trainer.run.path).training
             for step, loss in zip(earlier["step"], earlier["loss"], strict=True) if earlier.rows else ():
@@ -194,7 +194,7 @@ class Bar(Hook):
 class WithCurve(Progress):
     """A progress bar below a curve, if there is one."""
 
-    def __init__(self, curve: Curve | None, *columns: ProgressColumn, **options: Any) -> None:
+    def __init__(self, curve: TerminalCurve | None, *columns: ProgressColumn, **options: Any) -> None:
         self._above = curve
         super().__init__(*columns, **options)
 
