@@ -34,7 +34,7 @@ from wordrun.backend.split import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import AdamWConfig
 from wordrun.dist.mesh import blocks_of
-from wordrun.model import Transformer, materialise, meta_model
+from wordrun.model import Transformer, materialize, meta_model
 from wordrun.plan.candidates import Planner
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
@@ -73,7 +73,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def new(layers: Any = None) -> Transformer:
-        return materialise(meta_model(cfg.transformer, VOCABULARY, layers), cfg.train.seed, "cpu")
+        return materialize(meta_model(cfg.transformer, VOCABULARY, layers), cfg.train.seed, "cpu")
 
     def finish(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         reduce_gradients(parameters)

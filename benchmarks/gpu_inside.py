@@ -30,12 +30,12 @@ class BareBlocks(Hook):
         """Build the second model and put a block's batches on the device."""
         from wordrun.backend.transforms import prepare
         from wordrun.config import AdamWConfig
-        from wordrun.model import materialise
+        from wordrun.model import materialize
         from wordrun.train.optim import adamw
 
         backend, cfg = trainer.backend, trainer.cfg
         self.device, self.dtype = backend.device, backend.dtype
-        self.model = materialise(trainer.task.make_model(), cfg.train.seed, self.device)
+        self.model = materialize(trainer.task.make_model(), cfg.train.seed, self.device)
         prepare(self.model, cfg)
         assert isinstance(cfg.optimizer, AdamWConfig)
         self.optimizer = adamw(cfg.optimizer, self.model.named_parameters())

@@ -5,6 +5,7 @@ python docs/make_reference.py
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def render() -> str:
                 continue
             title = f"{group} ({name})" if len(nodes) > 1 else group
             parts.append(
-                f"## {title}\n\n{schema.__doc__}\n\n| option | type | default | meaning |\n|---|---|---|---|\n"
+                f"## {title}\n\n{inspect.getdoc(schema)}\n\n| option | type | default | meaning |\n|---|---|---|---|\n"
             )
             prefix = f"{group}.{name}" if group in SEVERAL else group
             parts += [row(prefix, schema, field) for field in fields(schema)]

@@ -37,7 +37,7 @@ FORMAT = """\
 
 
 def draw(screen: str) -> str:
-    """Return an SVG image of ``screen``, lines of text with ANSI colours."""
+    """Return an SVG image of ``screen``, lines of text with ANSI colors."""
     console = Console(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, legacy_windows=False)
     for line in screen.rstrip().splitlines():
         console.print(Text.from_ansi(line), soft_wrap=True)

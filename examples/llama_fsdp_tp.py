@@ -4,7 +4,7 @@
 
 From MIT's Engaging recipes (fsdp_tp_example.py), whose data is random too. Compared with one process:
 
-1. A mesh with two axes: "tp" between neighbours, which share a node's fast links, and "dp" (with -n 2, a single rank).
+1. A mesh with two axes: "tp" between neighbors, which share a node's fast links, and "dp" (with -n 2, a single rank).
 2. parallelize_module divides pairs of matrices over "tp", by columns, then by rows: one all-reduce for each pair.
 3. fully_shard divides over "dp" what each rank of a "tp" group holds. Ranks of a "tp" group read the same sequences.
 """

@@ -30,7 +30,7 @@ PRODUCTS = (
 )  # fmt: skip
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
 CPU_SHARES_HEADS = torch.__version__ >= "2.9"
-"""Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materialises the weights instead."""
+"""Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materializes the weights instead."""
 UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of optimizers that torch's compiler leaves alone."""
 COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")

@@ -51,7 +51,7 @@ class ImageFolderConfig(ImagesConfig):
 
 @dataclass
 class FakeImagesConfig(ImagesConfig):
-    """Random images, each class with its own mean colours; for measurements, and for tests of a model."""
+    """Random images, each class with its own mean colors; for measurements, and for tests of a model."""
 
     name: str = "fake_images"
     """Name of the dataset; part of the run directory."""
@@ -60,7 +60,7 @@ class FakeImagesConfig(ImagesConfig):
     size: int = 224
     """Height and width in pixels."""
     channels: int = 3
-    """Colour channels."""
+    """Color channels."""
     classes: int = 10
     """Number of classes."""
     examples: int = 10000

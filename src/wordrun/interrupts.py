@@ -1,4 +1,4 @@
-"""Ctrl-C while a command starts: there is nothing to save yet, and a traceback out of an import helps nobody."""
+"""Ctrl-C while a command starts: there is nothing to save yet, and a traceback from an import is noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 
 STATUS = 130
 """The exit status that shells give to commands killed by SIGINT."""
-RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables with a rank's number; only the first rank reports."""
 
 _last: list[tuple[str, Callable[[], None]]] = [("", lambda: None)]

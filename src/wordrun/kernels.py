@@ -30,7 +30,7 @@ def skips_blocks(device: str, values: int, p: float, head_size: int) -> bool:
 
 
 def keeps_weights(p: float, tokens: int, *, bf16: bool, compiled: bool = False) -> bool:
-    """Return whether attention over ``tokens`` on a CPU materialises the T x T weights instead of using a fused kernel.
+    """Return whether attention over ``tokens`` on a CPU materializes the T x T weights instead of using a fused kernel.
 
     torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
     longer to set up its many small products than to compute them, except for long sequences. torch's compiler joins

@@ -54,11 +54,11 @@ class ModelConfig(Section):
         return None
 
     def width_ratio(self) -> float:
-        """Return by what the model is wider than the one for which its learning rate was chosen; 1: no scaling."""
+        """Return the ratio of the width to that of the model whose learning rate was tuned; 1: no scaling."""
         return 1.0
 
     def head_ratio(self) -> float:
-        """Return by what attention heads are larger than in the model for which the learning rate was chosen."""
+        """Return the ratio of the size of attention heads to that in the model whose learning rate was tuned."""
         return 1.0
 
     def rate_factor(self) -> float | None:

@@ -40,7 +40,7 @@ class Rows:
         return Rows(self.x.to(device), self.y.to(device))
 
 
-class Centre(nn.Module):
+class Center(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.empty(WIDTH))
@@ -64,7 +64,7 @@ class Block(nn.Module):
     def __init__(self, batch_norm):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH) if batch_norm else Centre()
+        self.norm = nn.BatchNorm1d(WIDTH) if batch_norm else Center()
 
     def forward(self, x):
         return x + torch.tanh(self.norm(self.linear(x)))

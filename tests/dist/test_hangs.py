@@ -105,7 +105,7 @@ def test_the_rank_that_does_not_come_is_named_with_its_line(hang: Any, kind: str
     assert f'hang.py", line {line_of(comment)}' in report
 
 
-def test_a_rank_that_holds_the_interpreter_is_described_by_its_neighbour(hang: Any) -> None:
+def test_a_rank_that_holds_the_interpreter_is_described_by_its_neighbor(hang: Any) -> None:
     message, report = hang("lock")
     where = f"hang.py:{line_of('backtracks')} in hold_the_lock, where its interpreter is blocked"
     assert re.search(r"rank 1 \([\w.-]+\) is at " + where, message)

@@ -116,8 +116,8 @@ def walk(optimizer):
         )
         found["empty"] = sum(local(p).numel() == 0 for p in parameters)
 
-    def neighbours_shapes(objects, src, **_):
-        # A stage asks its neighbours for the shapes of what they exchange: all stages have the same.
+    def neighbors_shapes(objects, src, **_):
+        # A stage asks its neighbors for the shapes of what they exchange: all stages have the same.
         rows = cfg.model.batch_size // cfg.backend.microbatches_of(cfg.model.batch_size, layout.pp)
         shape = made.parts[0].stage_output_shape(torch.empty(rows, cfg.model.block_size), layout.tp)
         before = src < rank
@@ -131,7 +131,7 @@ def walk(optimizer):
     made.optimizer.register_step_post_hook(count)
     clock = Stopwatch(made.device)
     clock.start()
-    with mock.patch.multiple(td, recv_object_list=neighbours_shapes, all_to_all_single=received):
+    with mock.patch.multiple(td, recv_object_list=neighbors_shapes, all_to_all_single=received):
         made.train_step([batch] * accumulation(cfg, layout.dp), 1e-3, clock)
     for p in parameters:
         local(p.data).fill_(rank + 1)

@@ -101,10 +101,10 @@ def test_mnist_is_read_from_its_own_files(ranks: Any, tmp_path: Path) -> None:
 def test_a_residual_network_learns_from_a_folder_of_images(ranks: Any, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
-    for name, colour in (("cat", (200, 60, 60)), ("dog", (60, 60, 200))):
+    for name, color in (("cat", (200, 60, 60)), ("dog", (60, 60, 200))):
         (tmp_path / "pets" / name).mkdir(parents=True)
         for number in range(24):
-            pixels = np.clip(rng.normal(colour, 40, (20, 30, 3)), 0, 255).astype(np.uint8)
+            pixels = np.clip(rng.normal(color, 40, (20, 30, 3)), 0, 255).astype(np.uint8)
             image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
     data = ["data=imagefolder", "data.path=pets", "data.size=16", "model=resnet18", "model.norm=sync"]
     data += ["train.checkpoint_interval=0"]  # 130 MB

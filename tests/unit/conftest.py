@@ -41,7 +41,7 @@ def drawing() -> Iterator[Draws]:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short text, so that tests need not tokenise the sample."""
+    """A short text, so that tests need not tokenize the sample."""
     path = tmp_path_factory.mktemp("text") / "fox.txt"
     path.write_text(TEXT * 40)
     return path

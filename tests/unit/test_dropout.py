@@ -20,8 +20,8 @@ def test_the_share_that_is_dropped(p: float) -> None:
     keep = keep_mask(torch.empty(n), p)
     deviation = (p * (1 - p) / n) ** 0.5
     assert (~keep).float().mean().item() == pytest.approx(p, abs=4 * deviation + 2**-16)
-    neighbours = (~keep[1:] & ~keep[:-1]).float().mean().item()
-    assert neighbours == pytest.approx(p * p, abs=6 * deviation + 2**-16)  # neighbours are dropped independently
+    neighbors = (~keep[1:] & ~keep[:-1]).float().mean().item()
+    assert neighbors == pytest.approx(p * p, abs=6 * deviation + 2**-16)  # neighbors are dropped independently
 
 
 def test_it_draws_from_torchs_stream() -> None:

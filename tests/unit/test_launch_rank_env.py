@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from wordrun import interrupts
 from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import RANK_ENV
@@ -50,6 +51,10 @@ def rank_env(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[
     return subprocess.run(
         ["/bin/sh", RANK_ENV, *command], env={"PATH": "/usr/bin:/bin", **env}, capture_output=True, text=True
     )
+
+
+def test_every_familys_rank_is_told_apart_at_ctrl_c() -> None:
+    assert {family.rank for family in WORLD_FAMILIES} <= {*interrupts.RANKS}
 
 
 @pytest.mark.parametrize("launcher", FAMILIES)

@@ -59,7 +59,7 @@ def test_logits_are_those_of_all_tokens_or_of_one(model: Transformer, T: int) ->
 def test_initializing_a_part_without_modules_leaves_the_others_as_they_are() -> None:
     model = models.build(replace(MODERN, ngram_rows=[]), V, seed=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.initialise(1, model.get_submodule("ngrams"), "ngrams.")
+    model.initialize(1, model.get_submodule("ngrams"), "ngrams.")
     for name, value in model.state_dict().items():
         assert value.equal(before[name]), name
 
@@ -179,7 +179,7 @@ def test_the_vocabulary_may_be_larger_than_the_tokenizers(cfg: TransformerConfig
     "cfg", [GPT, LLAMA, replace(LLAMA, tie=True), MODERN], ids=["gpt", "llama", "tied llama", "modern"]
 )
 def test_padding_of_the_vocabulary_changes_nothing(cfg: TransformerConfig) -> None:
-    exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 16))
+    exact, padded = (models.materialize(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 16))
     assert padded.head.weight.shape == (32, cfg.n_embd)
     optimizers = [adamw(AdamWConfig(weight_decay=0.1), model.named_parameters()) for model in (exact, padded)]
     for seed in range(5):
@@ -204,7 +204,7 @@ def test_padding_of_the_vocabulary_changes_nothing(cfg: TransformerConfig) -> No
 
 @ALL
 def test_the_first_weights_do_not_depend_on_the_padding(cfg: TransformerConfig) -> None:
-    exact, padded = (models.materialise(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 64))
+    exact, padded = (models.materialize(models.meta_model(cfg, V, multiple=n), 1, "cpu") for n in (1, 64))
     state = padded.state_dict()
     assert len(state["tokens.weight"]) == 64
     for name, weight in exact.state_dict().items():
@@ -269,7 +269,7 @@ def test_fake_tensors_and_inference_leave_nothing_behind() -> None:
 def test_parts_in_a_row_are_the_whole_model(cfg: TransformerConfig, k: int) -> None:
     cfg = replace(cfg, n_layer=3)
     whole = models.build(cfg, V, seed=2)
-    parts = [models.materialise(models.meta_model(cfg, V, layers), 2, "cpu") for layers in (range(k), range(k, 3))]
+    parts = [models.materialize(models.meta_model(cfg, V, layers), 2, "cpu") for layers in (range(k), range(k, 3))]
     assert [(part.is_first, part.is_last) for part in parts] == [(True, False), (False, True)]
     x = tokens()
     assert parts[0](x).shape == (3, 16, 32)

@@ -30,7 +30,7 @@ from wordrun.config import (
 )
 from wordrun.data.examples import Splits
 from wordrun.errors import ConfigError, PartError, UserError
-from wordrun.model import Model, materialise, new_model
+from wordrun.model import Model, materialize, new_model
 from wordrun.registry import Part, parts
 
 DIGITS = [
@@ -99,7 +99,7 @@ def test_it_trains_from_its_constructors_values_and_reports_its_metrics(own: Any
     assert isinstance(model, Model)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    made = materialise(model, 1337, "cpu")
+    made = materialize(model, 1337, "cpu")
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(1337)
     expected = Net(cfg.model, (1, 8, 8), 10)

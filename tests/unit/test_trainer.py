@@ -216,10 +216,10 @@ def test_the_plot_marks_lines_with_more_spikes_than_before(tmp_path: Path) -> No
 def test_plots_show_something(name: str, learned: tuple[Path, Summary, Config]) -> None:
     picture = imread(learned[0] / "plots" / f"{name}.png")
     assert min(picture.shape[:2]) > 300
-    colours, counts = np.unique(picture.reshape(-1, picture.shape[2]).round(2), axis=0, return_counts=True)
+    colors, counts = np.unique(picture.reshape(-1, picture.shape[2]).round(2), axis=0, return_counts=True)
     channel = {"loss": 2, "throughput": 1}[name]  # a blue curve, a green one; axes and text are grey
-    coloured = colours[:, channel] - colours[:, 0] > 0.2
-    assert counts[coloured].sum() > 300
+    colored = colors[:, channel] - colors[:, 0] > 0.2
+    assert counts[colored].sum() > 300
 
 
 def test_the_smoothed_curve_begins_with_its_first_value() -> None:
@@ -270,8 +270,8 @@ def test_many_epochs_are_a_warning_that_says_what_to_change(
     change = "a larger model.dropout" if dropout else "model.dropout=0.2"
     assert said.count("may memorize it") == 1
     assert (
-        f"WARNING the run sees its training text {2 * most} times and may memorize it, so that the validation loss "
-        f"rises: use train.max_iters=1000 or fewer, more text, {change} or hooks=[early_stop]"
+        f"WARNING the run makes {2 * most} passes over its training text and may memorize it, so that the validation "
+        f"loss rises: use train.max_iters=1000 or fewer, more text, {change} or hooks=[early_stop]"
     ) in said
 
 
@@ -323,7 +323,7 @@ def surroundings() -> dict[str, Any]:
 
 def test_two_trainers_follow_each_other_without_a_trace(small: Words, tmp_path: Path) -> None:
     words = small("model.dropout=0.2")
-    losses(words, tmp_path / "warm-up")  # libraries initialise themselves once, matplotlib's variables for example
+    losses(words, tmp_path / "warm-up")  # libraries initialize themselves once, matplotlib's variables for example
     before = surroundings()
     first, second = (losses(words, tmp_path / name) for name in "ab")
     after = surroundings()

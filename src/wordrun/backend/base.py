@@ -58,7 +58,7 @@ class BackendSpec:
     make_optimizer: MakeOptimizer
     """Returns the optimizer for named parameters."""
     weights: Mapping[str, Tensor] | None = None
-    """Unsharded initial values of the parameters, by name; None: initialise randomly."""
+    """Unsharded initial values of the parameters, by name; None: initialize randomly."""
     step: int = 0
     """The step at which the run starts."""
     mesh: DeviceMesh | None = None
@@ -96,7 +96,7 @@ class Save:
     """A copy of the training state, ready to be written."""
 
     facts: dict[str, Any]
-    """What ``load`` needs besides the files, JSON-serialisable; ``kind`` names the files' format."""
+    """What ``load`` needs besides the files, JSON-serializable; ``kind`` names the files' format."""
     write: Callable[[Path], None]
     """Writes this rank's files into a folder; every rank must call it."""
     in_background: bool

@@ -16,7 +16,7 @@ from wordrun.backend.transforms import compile_options, prepare
 from wordrun.config import DDPConfig
 from wordrun.dist import mpi
 from wordrun.dist.mpi_calls import CALLS
-from wordrun.model import Model, materialise
+from wordrun.model import Model, materialize
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -35,7 +35,7 @@ class DDPBackend(NativeBackend):
 
     def __init__(self, spec: BackendSpec) -> None:
         options = spec.options_of(DDPConfig)
-        model = materialise(spec.make_model(), spec.cfg.train.seed, spec.device)
+        model = materialize(spec.make_model(), spec.cfg.train.seed, spec.device)
         prepare(model, spec.cfg, compile_options(spec.device, spec.layout))
         super().__init__(spec, [model])
         # A single process has nothing to average.

@@ -26,7 +26,7 @@ from wordrun.checks import accumulation
 from wordrun.config import DeepSpeedConfig
 from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.model import LossesOf, Model, materialise
+from wordrun.model import LossesOf, Model, materialize
 
 
 class DeepSpeedBackend:
@@ -49,7 +49,7 @@ class DeepSpeedBackend:
                 if options.stage == 3:
                     self._shard(model, deepspeed.zero.Init, settings)
                 else:
-                    materialise(model, cfg.train.seed, self.device)
+                    materialize(model, cfg.train.seed, self.device)
                     self._fill(model, "")
                 prepare(model, cfg, compile_options(self.device, spec.layout))
                 optimizer = self._make_optimizer(model, shapes)
@@ -69,7 +69,7 @@ class DeepSpeedBackend:
         self.norm_is_ours = self.optimizer is optimizer
 
     def _shard(self, model: Model, shard: Any, settings: dict[str, Any]) -> None:
-        """Initialise the parameters and shard them across the ranks, one module at a time."""
+        """Initialize the parameters and shard them across the ranks, one module at a time."""
         children = [(f"{name}.", child) for name, child in model.named_children() if child is not model.blocks]
         blocks = [(f"blocks.{number}.", block) for number, block in model.blocks.named_children()]
         untied = {name for name, _ in model.named_parameters()}
@@ -78,11 +78,11 @@ class DeepSpeedBackend:
             if names and not names & untied:
                 continue
             module.to_empty(device=self.device)
-            model.initialise(self.spec.cfg.train.seed, module, prefix)
+            model.initialize(self.spec.cfg.train.seed, module, prefix)
             self._fill(module, prefix)
             shard(module=module.to(self.dtype), config_dict_or_path=settings)
         model.to_empty(device=self.device, recurse=False)
-        model.initialise(self.spec.cfg.train.seed, recurse=False)
+        model.initialize(self.spec.cfg.train.seed, recurse=False)
         model.tie()
 
     @torch.no_grad()

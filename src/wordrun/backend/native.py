@@ -30,7 +30,7 @@ class NativeBackend:
 
     Args:
         spec: config, ranks, and factories of the model and the optimizer.
-        parts: this rank's part of the model, on its device and initialised.
+        parts: this rank's part of the model, on its device and initialized.
     """
 
     on_islands = False

@@ -47,7 +47,7 @@ class Splitter:
     def build(self, layers: Sequence[int] | None = None) -> Model:
         """Return this rank's shards of the model, or of the pipeline stage with the blocks ``layers``.
 
-        Blocks are initialised, split for tensor parallelism and sharded one by one, so that no rank ever holds more
+        Blocks are initialized, split for tensor parallelism and sharded one by one, so that no rank ever holds more
         than its shards and one block (or the embedding).
 
         Args:
@@ -87,7 +87,7 @@ class Splitter:
 
     def _fill(self, model: Model, module: nn.Module, prefix: str, *, recurse: bool = True) -> None:
         module.to_empty(device=self.spec.device, recurse=recurse)
-        model.initialise(self.spec.cfg.train.seed, module, prefix, recurse=recurse)
+        model.initialize(self.spec.cfg.train.seed, module, prefix, recurse=recurse)
 
     def _split(self, module: nn.Module, plan: dict[str, Any]) -> None:
         if plan:

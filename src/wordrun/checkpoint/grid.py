@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     dim: int
     shards: int
     stride: int
-    """The difference between the ranks that hold neighbouring shards."""
+    """The difference between the ranks that hold neighboring shards."""
 
     def step(self, box: Box) -> int:
         """Return the length of a shard of ``box`` along ``dim``."""

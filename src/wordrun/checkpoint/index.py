@@ -103,7 +103,7 @@ class StoredTensor:
         return self.division.overlapping(window, self.shape)
 
     def empty(self) -> Tensor:
-        """Return an uninitialised tensor of this shape and type on the CPU, if the files are large enough.
+        """Return an uninitialized tensor of this shape and type on the CPU, if the files are large enough.
 
         Raises:
             DamagedError: they are not.

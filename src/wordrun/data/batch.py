@@ -32,7 +32,7 @@ class Batch(TensorBatch):
 
     @classmethod
     def empty(cls, size: int, block_size: int, *, pinned: bool = False, eot: int | None = None) -> Batch:
-        """Return an uninitialised batch of ``size`` sequences."""
+        """Return an uninitialized batch of ``size`` sequences."""
         tokens, targets = (torch.empty(size, block_size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
         return cls(tokens, targets, eot)
 

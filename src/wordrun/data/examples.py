@@ -40,7 +40,7 @@ class Splits:
     train: Dataset
     val: Dataset
     model: dict[str, Any] = field(default_factory=dict)
-    """What the model's constructor takes besides its options, JSON-serialisable, such as the number of ``classes``."""
+    """What the model's constructor takes besides its options, JSON-serializable, such as the number of ``classes``."""
     origin: str = ""
     """Origin of the data, for the log and run.json."""
     augment: Augment | None = None
@@ -105,7 +105,7 @@ class Reader:
         return inputs, target
 
     def empty(self, size: int, *, pinned: bool = False) -> Examples:
-        """Return an uninitialised batch of ``size`` examples."""
+        """Return an uninitialized batch of ``size`` examples."""
         return Examples(*(torch.empty(size, *s, dtype=dtype, pin_memory=pinned) for s, dtype in self.shapes))
 
     def fill(self, batch: Examples, indices: NDArray[np.int64], vary: Callable[[int, Tensor], Tensor]) -> None:
@@ -153,7 +153,7 @@ class ExampleOrder:
         return np.concatenate(found)
 
     def empty(self, size: int, *, pinned: bool = False) -> Examples:
-        """Return an uninitialised batch of ``size`` examples."""
+        """Return an uninitialized batch of ``size`` examples."""
         return self.reader.empty(size, pinned=pinned)
 
     def fill(self, first: int, batch: Examples) -> None:

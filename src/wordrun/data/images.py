@@ -21,7 +21,7 @@ from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.files import absolute
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Means and standard deviations of the colours, on a scale from 0 to 1."""
+"""Means and standard deviations of the colors, on a scale from 0 to 1."""
 CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 MNIST = (0.1307,), (0.3081,)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp")
@@ -94,7 +94,7 @@ def mnist(data: ImagesConfig) -> Splits:
 
 
 def cifar10(data: ImagesConfig) -> Splits:
-    """Return CIFAR-10: 50,000 colour images, 32x32 pixels, and 10,000 for validation."""
+    """Return CIFAR-10: 50,000 color images, 32x32 pixels, and 10,000 for validation."""
     train, val = (
         Images(torch.from_numpy(part.data).permute(0, 3, 1, 2), torch.tensor(part.targets), CIFAR10)
         for part in _torchvision("CIFAR10", data)
@@ -122,12 +122,12 @@ class FakeImages:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image of noise around the class's mean colours, and the class."""
+        """Return an image of noise around the class's mean colors, and the class."""
         data, label = self.data, index % self.data.classes
         rng = np.random.Generator(np.random.Philox(key=np.array([self.split, index], dtype=np.uint64)))
         noise = torch.from_numpy(rng.standard_normal((data.channels, data.size, data.size), dtype=np.float32))
-        colours = np.random.default_rng(label).standard_normal((data.channels, 1, 1), dtype=np.float32)
-        return noise + torch.from_numpy(colours), label
+        colors = np.random.default_rng(label).standard_normal((data.channels, 1, 1), dtype=np.float32)
+        return noise + torch.from_numpy(colors), label
 
 
 def imagefolder(data: ImageFolderConfig) -> Splits:

@@ -29,7 +29,7 @@ class Ordered(Protocol):
         """What the examples are called in messages."""
 
     def empty(self, size: int, *, pinned: bool = False) -> Any:
-        """Return an uninitialised batch of ``size`` examples, a ``TensorBatch``."""
+        """Return an uninitialized batch of ``size`` examples, a ``TensorBatch``."""
 
     def fill(self, first: int, batch: Any) -> None:
         """Overwrite ``batch`` with the run's examples starting at index ``first``."""

@@ -55,7 +55,7 @@ class Permutation:
 
 
 def _scramble(x: Indices) -> Indices:
-    """Return ``x`` with its bits mixed (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Return ``x`` with its bits mixed (the finalizer of splitmix64, Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -80,11 +80,11 @@ class Order(ABC):
         """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
 
     def scale(self, first: int, count: int) -> float:
-        """Return by what the mean losses of ``count`` sequences from index ``first`` are multiplied."""
+        """Return the factor for the mean losses of ``count`` sequences from index ``first``."""
         return 1.0
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
-        """Return an uninitialised batch of ``size`` sequences."""
+        """Return an uninitialized batch of ``size`` sequences."""
         return Batch.empty(size, self.block_size, pinned=pinned, eot=self.document)
 
     def batch(self, first: int, count: int) -> Batch:
@@ -159,7 +159,7 @@ class PairOrder(Order):
         self.block_size, self.per_epoch = rows.block_size, len(rows)
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
-        """Return an uninitialised batch of ``size`` sequences."""
+        """Return an uninitialized batch of ``size`` sequences."""
         return self.rows.empty(size, pinned=pinned)
 
     def fill(self, first: int, batch: Batch) -> None:

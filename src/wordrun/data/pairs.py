@@ -47,7 +47,7 @@ class PairSequences:
         return len(self._starts)
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
-        """Return an uninitialised batch of ``size`` sequences, whose scale is to be set."""
+        """Return an uninitialized batch of ``size`` sequences, whose scale is to be set."""
         batch = Batch.empty(size, self.block_size, pinned=pinned)
         pairs = torch.empty_like(batch.tokens, pin_memory=pinned) if self.several else None
         return replace(batch, scale=torch.empty((), pin_memory=pinned), pairs=pairs)

@@ -37,7 +37,7 @@ class Agreement:
 
         Args:
             problem: what has failed on this rank; empty: nothing.
-            value: for rank 0, JSON-serialisable. Its cost grows with the number of ranks that send one; None: nothing.
+            value: for rank 0, JSON-serializable. Its cost grows with the number of ranks that send one; None: nothing.
 
         Returns:
             The first problem of any rank, or an empty string; and, on rank 0, the ranks' values, in any order.

@@ -52,7 +52,7 @@ def gather_json(value: Any, device: torch.device | str = "cpu", group: dist.Proc
     """Return the ``value`` of every rank of ``group``, by rank; torch's own collectives for objects unpickle them.
 
     Args:
-        value: JSON-serialisable.
+        value: JSON-serializable.
         device: a device on which the group communicates.
         group: the ranks; None: all.
     """

@@ -1,7 +1,7 @@
 """The layout of the ranks as arithmetic on their numbers: pipeline x replicate x shard x context x tensor.
 
 Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which communicate most, are
-neighbours on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another
+neighbors on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another
 rank.
 """
 
@@ -79,7 +79,7 @@ class Layout:
         return self.replicate * self.shard
 
     def stride(self, axis: str) -> int:
-        """Return the difference in rank of neighbours along ``axis``, also of ``EXPERT_AXES``."""
+        """Return the difference in rank of neighbors along ``axis``, also of ``EXPERT_AXES``."""
         if axis in ("expert_shard", "ep"):
             return self.tp * (self.ep if axis == "expert_shard" else 1)
         return math.prod(self.shape[AXES.index(axis) + 1 :])

@@ -303,13 +303,13 @@ def _show(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    colours = {"ok": "green", "warning": "yellow", "wrong": "red"}
+    colors = {"ok": "green", "warning": "yellow", "wrong": "red"}
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column()
     table.add_column(overflow="fold")
     for finding in findings:
-        state = f"[{colours[finding.state]}]{finding.state}[/]"
+        state = f"[{colors[finding.state]}]{finding.state}[/]"
         remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
         table.add_row(state, finding.check, escape(f"{finding.found}{remedy}"))
     Console(highlight=False).print(table)

@@ -80,7 +80,7 @@ class Guardians:
     """When ranks that are asked to save are killed, on the monotonic clock."""
     _living: set[int] = field(default_factory=set)
     _failures: list[dict[str, Any]] = field(default_factory=list)
-    """Failures that may be the consequence of another rank's death, in order."""
+    """Failures that another rank's death may have caused, in order."""
     _decide_at: float = float("inf")
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from wordrun.model.plain import adapt, check_losses
 from wordrun.model.transformer import Transformer
 from wordrun.registry import part_of
 
-__all__ = ["GPT", "Llama", "LossesOf", "Model", "Transformer", "build", "materialise", "meta_model", "new_model"]
+__all__ = ["GPT", "Llama", "LossesOf", "Model", "Transformer", "build", "materialize", "meta_model", "new_model"]
 
 M = TypeVar("M", bound=Model)
 DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
@@ -104,14 +104,14 @@ class _WithoutReferences(TorchFunctionMode):
 
 
 def build(cfg: TransformerConfig, vocab_size: int, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
-    """Return the model that ``cfg`` describes on ``device``, initialised with ``seed``."""
-    return materialise(meta_model(cfg, vocab_size), seed, device)
+    """Return the model that ``cfg`` describes on ``device``, initialized with ``seed``."""
+    return materialize(meta_model(cfg, vocab_size), seed, device)
 
 
-def materialise(model: M, seed: int, device: torch.device | str) -> M:
-    """Allocate a meta model on ``device`` and initialise it."""
+def materialize(model: M, seed: int, device: torch.device | str) -> M:
+    """Allocate a meta model on ``device`` and initialize it."""
     with _WithoutReferences():
         model.to_empty(device=device)
     model.tie()
-    model.initialise(seed)
+    model.initialize(seed)
     return model

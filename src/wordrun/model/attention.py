@@ -46,7 +46,7 @@ def document_mask(
 ) -> Mask:
     """Return the causal attention mask within each of ``documents`` (B, T) (Llama 3, section 3.2).
 
-    Only small masks are materialised: a CPU computes the attention of each document by itself, or of some short ones
+    Only small masks are materialized: a CPU computes the attention of each document by itself, or of some short ones
     together; a GPU leaves out the blocks of tokens that share no document.
 
     Args:
@@ -208,7 +208,7 @@ def _uncompiled() -> Callable[..., Tensor]:
 def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether torch has a fused kernel for grouped-query attention with ``q``.
 
-    On CUDA it has one for half precision without a mask; otherwise it would materialise the T x T weights.
+    On CUDA it has one for half precision without a mask; otherwise it would materialize the T x T weights.
     """
     if q.device.type == "cuda":
         return mask is None and q.dtype in (torch.float16, torch.bfloat16)

@@ -63,7 +63,7 @@ class Rows:
 
 
 class Model(nn.Module):
-    """Base class of models: an ``nn.Module`` that computes its losses and initialises itself, module by module.
+    """Base class of models: an ``nn.Module`` that computes its losses and initializes itself, module by module.
 
     Backends build it on the meta device, where tensors have shapes but no memory. A module that registers buffers must
     fill them in ``reset_parameters``, as torch's own modules do.
@@ -205,16 +205,16 @@ class Model(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
-    def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
-        """Initialise matrices from a normal distribution, biases and padding to 0, other parameters to 1, and buffers
+    def initialize(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
+        """Initialize matrices from a normal distribution, biases and padding to 0, other parameters to 1, and buffers
         by module.
 
-        Each matrix has its own random generator, seeded with ``seed`` and its name, so that a rank can initialise its
+        Each matrix has its own random generator, seeded with ``seed`` and its name, so that a rank can initialize its
         part of the model without the rest.
 
         Args:
             seed: random seed of the weights.
-            module: initialise this module of the model only.
+            module: initialize this module of the model only.
             prefix: prefix of its parameters' names in the full model.
             recurse: include its submodules.
         """

@@ -43,10 +43,10 @@ class SyncBatchNorm(BatchNorm):
         dims, shape = [0, 2, 3], [1, -1, 1, 1]
         wide = x.float()
         mean: Tensor = _AllMean.apply(wide.mean(dims))  # type: ignore[no-untyped-call]
-        centred = wide - mean.view(shape)
-        variance: Tensor = _AllMean.apply(centred.square().mean(dims))  # type: ignore[no-untyped-call]
+        centered = wide - mean.view(shape)
+        variance: Tensor = _AllMean.apply(centered.square().mean(dims))  # type: ignore[no-untyped-call]
         self._remember(mean, variance, x.numel() // x.shape[1] * dist.get_world_size())
-        normal = centred * (variance + self.eps).rsqrt().view(shape)
+        normal = centered * (variance + self.eps).rsqrt().view(shape)
         return (normal * self.weight.view(shape) + self.bias.view(shape)).to(x.dtype)
 
     @torch.no_grad()

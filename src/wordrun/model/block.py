@@ -57,4 +57,4 @@ class TokenBatch(Protocol):
 
     @property
     def scale(self) -> Tensor | None:
-        """By what the mean loss of each sequence is multiplied, () or (B,); None: 1."""
+        """The factor for the mean loss of each sequence, () or (B,); None: 1."""

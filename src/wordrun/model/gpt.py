@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019), with nanoGPT's initialisation and choice of biases.
+"""GPT-2 (Radford et al. 2019), with nanoGPT's initialization and choice of biases.
 
 Shapes: B sequences, T tokens, C = n_embd, N heads, H = C / N, V vocabulary.
 """

@@ -37,7 +37,7 @@ def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.devi
     """Return cosines and sines of the rotary embedding's angles (Su et al. 2021), both (T, 1, H) in fp32.
 
     Element h of a head is rotated together with element h + H / 2, by theta^(-2h / H) from one token to the next. (The
-    paper pairs neighbours; this is the order of Hugging Face's weights.) The first half of the sines is negative, as
+    paper pairs neighbors; this is the order of Hugging Face's weights.) The first half of the sines is negative, as
     ``rotate`` needs it.
 
     Args:

@@ -35,8 +35,8 @@ class PlainModel(Model):
             self._names.setdefault(id(parameter), []).append(name)
 
     @torch.no_grad()
-    def initialise(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
-        """Copy the values that the constructor sets; see ``Model.initialise``."""
+    def initialize(self, seed: int, module: nn.Module | None = None, prefix: str = "", *, recurse: bool = True) -> None:
+        """Copy the values that the constructor sets; see ``Model.initialize``."""
         if self._values is None:
             made = self._constructed(seed)
             self._values = dict([*made.named_parameters(), *made.named_buffers()])
@@ -44,7 +44,7 @@ class PlainModel(Model):
         for tensors in (module.named_parameters, module.named_buffers):
             for name, tensor in tensors(prefix.rstrip("."), recurse):
                 tensor.copy_(self._values[name])
-        if module is self:  # which is initialised last
+        if module is self:  # which is initialized last
             self._values = None
 
     def _constructed(self, seed: int) -> nn.Module:

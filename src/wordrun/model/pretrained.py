@@ -77,7 +77,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
 
     Args:
         folder: with config.json and weights of one of transformers' models in ``KINDS``.
-        cfg: the model that is initialised with them.
+        cfg: the model that is initialized with them.
         vocab_size: rows of its embedding if ``cfg`` does not set it; None: as many as in the file.
 
     Raises:

@@ -40,7 +40,7 @@ class Memory:
     block: float
     """Added to the activations by the backward pass of one block, including recomputed tensors."""
     buffers: float
-    """In the backward pass: gathered parameters, 16-bit copies, gradients in transit, data of neighbouring stages."""
+    """In the backward pass: gathered parameters, 16-bit copies, gradients in transit, data of neighboring stages."""
     at_loss: float
     """The part of the buffers that exists while the loss is computed."""
     sent: float = 0.0

@@ -1,4 +1,4 @@
-"""``wordrun prepare [overrides]``: tokenise a data set into shards, on any number of ranks and processes."""
+"""``wordrun prepare [overrides]``: tokenize a data set into shards, on any number of ranks and processes."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _small_text(source: Source, tokenizer: TokenizerConfig) -> WorkItem | None:
 
 
 def read_text(source: Source, item: WorkItem) -> Opened:
-    """Read a text and tokenise it by character; the last data.val_fraction is the validation split."""
+    """Read a text and tokenize it by character; the last data.val_fraction is the validation split."""
     text = "".join(document.text for document in source.documents(item))
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     tokenizer = CharTokenizer(text)

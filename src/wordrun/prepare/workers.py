@@ -155,7 +155,7 @@ def _as_worker_environment() -> Iterator[None]:
 
 
 def _begin(shared: Any) -> None:
-    """Initialise a worker: ignore Ctrl-C, which the parent handles, and exit with the parent."""
+    """Initialize a worker: ignore Ctrl-C, which the parent handles, and exit with the parent."""
     global _progress
     _progress = np.frombuffer(shared, dtype=np.int64).reshape(-1, COLUMNS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

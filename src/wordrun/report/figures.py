@@ -1,4 +1,4 @@
-"""The figures of a report, as SVG that takes its text colour from the page."""
+"""The figures of a report, as SVG that takes its text color from the page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wordrun.runs.metrics import Metrics, Table
 from wordrun.track.plots import smooth, thin
 
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#e0484d", "#a26bd6", "#b0764a", "#e273b4", "#8b95a1", "#b3a62c", "#2bb3c0")
-"""The colours of runs and parts, which can be told apart on white and on black."""
+"""The colors of runs and parts, which can be told apart on white and on black."""
 INK = "#010203"
-"""Stands for the page's text colour."""
+"""Stands for the page's text color."""
 BOX = (0.14, 0.165, 0.845, 0.81)
 """Left, bottom, width and height of a figure's axes, as shares of the figure."""
 PEAK = 2
@@ -53,7 +53,7 @@ class Figure:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The labels and colours of the curves; empty if there are less than two."""
+        """The labels and colors of the curves; empty if there are less than two."""
         found = [(curve.label, curve.color) for curve in (*self.curves, *self.bands) if curve.label]
         return found if len(found) > 1 else []
 
@@ -97,7 +97,7 @@ class Canvas:
             _fill(self._axes, figure)
             self._sheet.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         svg = text.getvalue()[text.getvalue().index("<svg") :]
-        # The page decides about the size, the font, and the colour of text in the light and in the dark.
+        # The page decides about the size, the font, and the color of text in the light and in the dark.
         svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
         svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", svg)
         return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S).replace(INK, "currentColor")

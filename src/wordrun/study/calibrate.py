@@ -32,7 +32,7 @@ from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_max
 from wordrun.dist.mesh import Layout
 from wordrun.launch.job import count_cores
-from wordrun.model import Transformer, materialise, meta_model
+from wordrun.model import Transformer, materialize, meta_model
 from wordrun.plan.cli import vocabulary
 from wordrun.plan.time import Speeds
 from wordrun.plan.traffic import TENSOR_ENDS, TENSOR_PASSES
@@ -99,7 +99,7 @@ class RankTimer:
         self.vocab_size, _ = vocabulary(cfg)
 
     def tensor_parallel_groups(self) -> list[int]:
-        """Return the numbers of neighbours on a node, least first, that can divide the model; none on accelerators."""
+        """Return the numbers of neighbors on a node, least first, that can divide the model; none on accelerators."""
         if not self.on_cpu or self.world.size == 1 or "tp" not in self.cfg.model.divides:
             return []
         cfg = self.cfg.transformer
@@ -125,12 +125,12 @@ class RankTimer:
 
     def _model(self, layers: int, multiple: int = 1) -> Transformer:
         cfg = replace(self.cfg.transformer.one_block(), n_layer=layers)
-        return materialise(meta_model(cfg, self.vocab_size, multiple=multiple), 0, self.device)
+        return materialize(meta_model(cfg, self.vocab_size, multiple=multiple), 0, self.device)
 
     def _split(self, tp: int, whole: Sequence[Transformer], sequences: int) -> list[float]:
         """Return what tensor parallelism adds to both passes of a block, and of the rest of the model [s].
 
-        Groups of ``tp`` neighbours compute the model together, all groups at the same time. What that takes beyond
+        Groups of ``tp`` neighbors compute the model together, all groups at the same time. What that takes beyond
         their share of the whole model's time, and beyond the messages alone, is the work of each operation to find out
         how its tensors are divided, and the wait for the other ranks at each message. All are measured in the same
         turns, because it is a difference.

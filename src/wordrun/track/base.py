@@ -117,7 +117,7 @@ class Tracker:
         """Continue from ``step``, to which the run has rolled back from step ``logged``."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state with which a resumed run continues this record, JSON-serialisable."""
+        """Return the state with which a resumed run continues this record, JSON-serializable."""
         return {}
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:

@@ -40,7 +40,7 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
     LOGGER.info("rank 0 of %d on %s%s", world.size, on, by)
     LOGGER.info(
         "model %s: %s parameters%s, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}",
-        f", {facts['active_parameters']:,} of them active" if "active_parameters" in facts else "", cfg.train.backend,
+        f", {facts['active_parameters']:,} active" if "active_parameters" in facts else "", cfg.train.backend,
         facts["dtype"], facts["device_name"],
     )  # fmt: skip
     ranks = f"{dp} {'data-parallel ' * (dp < world.size)}rank{'s' * (dp > 1)}"

@@ -153,7 +153,7 @@ class LanguageTask(Task):
         return self.cfg.train.sample_tokens > 0 and not self.no_samples
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that train.init_from names, each read on access; None: initialise randomly.
+        """Return the weights that train.init_from names, each read on access; None: initialize randomly.
 
         Raises:
             UserError: no weights were found.
@@ -314,8 +314,8 @@ class LanguageTask(Task):
         if epochs > most:
             steps = max(1, int(self.cfg.train.max_iters * most / epochs))
             LOGGER.warning(
-                "the run sees its training text %.0f times and may memorize it, so that the validation loss rises: use "
-                "train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
+                "the run makes %.0f passes over its training text and may memorize it, so that the validation "
+                "loss rises: use train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
                 epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
             )  # fmt: skip
         if self.no_samples and self.cfg.train.sample_tokens:

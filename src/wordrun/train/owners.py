@@ -62,7 +62,7 @@ class Owners:
 
     Args:
         shapes: the shape of each matrix.
-        routes: for each bucket, the way to the owners and the way back.
+        routes: for each bucket, the exchange to the owners and the one back.
         group: the ranks; None: this rank alone.
         dtype: of what is exchanged.
         device: where the group communicates.

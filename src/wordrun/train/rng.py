@@ -88,7 +88,7 @@ def has_no_deterministic_algorithm(error: Exception) -> bool:
 
 
 def to_tensor(state: dict[str, Any]) -> torch.Tensor:
-    """Serialise what ``capture`` returned to a tensor, (N,) uint8."""
+    """Serialize what ``capture`` returned to a tensor, (N,) uint8."""
     version, words, gauss = state["python"]
     kind, keys, *rest = state["numpy"]
     plain = {
@@ -102,7 +102,7 @@ def to_tensor(state: dict[str, Any]) -> torch.Tensor:
 
 
 def from_tensor(data: torch.Tensor) -> dict[str, Any]:
-    """Return the RNG states that ``to_tensor`` serialised."""
+    """Return the RNG states that ``to_tensor`` serialized."""
     plain: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     version, words, gauss = plain["python"]
     kind, keys, *rest = plain["numpy"]

@@ -66,7 +66,7 @@ class SpikeDetector:
         return {"spike_score": highest, "spikes": self.count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, JSON-serialisable."""
+        """Return the state for a checkpoint, JSON-serializable."""
         return {"losses": list(self._window), "count": self.count, "highest": self._highest}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:

@@ -117,7 +117,7 @@ class TrainState:
         return self.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint's manifest, JSON-serialisable."""
+        """Return the state for a checkpoint's manifest, JSON-serializable."""
         return {
             **{name: getattr(self, name) for name in STORED}, "rollbacks": self.rollbacks, "seconds": self.elapsed(),
             "spikes": self.spikes.state_dict(),

@@ -90,7 +90,7 @@ class Task:
         return self.meta_model
 
     def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that train.init_from names, each read on access; None: initialise randomly.
+        """Return the weights that train.init_from names, each read on access; None: initialize randomly.
 
         Raises:
             UserError: no weights were found.

@@ -173,7 +173,7 @@ class Hook:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores, JSON-serialisable; every rank calls this."""
+        """Return the state that a checkpoint stores, JSON-serializable; every rank calls this."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:

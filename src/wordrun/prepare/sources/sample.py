@@ -47,7 +47,7 @@ PUNCTUATION = (",", ";", ".", ".", "!", "?")
 
 
 def _pick(choices: Sequence[str], rng: random.Random) -> str:
-    # Squaring favours early choices. Of the random module, only random() gives the same numbers in every Python.
+    # Squaring favors early choices. Of the random module, only random() gives the same numbers in every Python.
     return choices[int(rng.random() ** 2 * len(choices))]
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 ROWS = 5
 POINTS = 2000
-"""Above this number, neighbouring points are averaged."""
+"""Above this number, neighboring points are averaged."""
 MARGIN = 8
 """Columns for the numbers beside the curve."""
 LEAST = (60, 20)

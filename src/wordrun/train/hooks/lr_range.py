@@ -58,7 +58,7 @@ class LRRange(Hook):
         """Write the result."""
         if trainer.world.rank != 0 or not self.losses:
             return
-        smoothed = centred(self.losses)
+        smoothed = centered(self.losses)
         found = steepest(self.rates, smoothed)
         folder = trainer.run.path / "plots"
         folder.mkdir(exist_ok=True)
@@ -73,8 +73,8 @@ class LRRange(Hook):
         LOGGER.info("plot: %s", relative(folder / "lr_range.png"))
 
 
-def centred(losses: Sequence[float]) -> list[float]:
-    """Return the mean of each loss and its neighbours on both sides, which does not lag behind."""
+def centered(losses: Sequence[float]) -> list[float]:
+    """Return the mean of each loss and its neighbors on both sides, which does not lag behind."""
     means = []
     for i in range(len(losses)):
         reach = min(RECENT, i, len(losses) - 1 - i)
