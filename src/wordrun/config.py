@@ -531,7 +531,7 @@ class TokenizerConfig(Section):
     """char (one token per distinct character) or byte (256 bytes and an end-of-text token)."""
 
     name: str = "char"
-    """char, byte, gpt2, bpe or hf."""
+    """Name of the tokenizer; set by tokenizer=NAME."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -548,7 +548,7 @@ class GPT2TokenizerConfig(TokenizerConfig):
     """GPT-2's byte pair encoding with 50,257 tokens, through tiktoken."""
 
     name: str = "gpt2"
-    """char, byte, gpt2, bpe or hf."""
+    """Name of the tokenizer; set by tokenizer=NAME."""
     path: str | None = None
     """Vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of these; null: tiktoken's cache."""
 
@@ -558,7 +558,7 @@ class BPETokenizerConfig(TokenizerConfig):
     """Byte pair encoding trained on the text, in any language; needs no network."""
 
     name: str = "bpe"
-    """char, byte, gpt2, bpe or hf."""
+    """Name of the tokenizer; set by tokenizer=NAME."""
     vocab_size: int = 4096
     """Maximum vocabulary size: 256 bytes, the end-of-text token, and merges."""
     train_mb: int = 64
@@ -584,7 +584,7 @@ class HFTokenizerConfig(TokenizerConfig):
     """The tokenizer of a Hugging Face model."""
 
     name: str = "hf"
-    """char, byte, gpt2, bpe or hf."""
+    """Name of the tokenizer; set by tokenizer=NAME."""
     path: str | None = None
     """Folder of the model, which contains tokenizer.json."""
 
@@ -987,7 +987,7 @@ class OptimizerConfig(Section):
     """Options of every optimizer."""
 
     name: str = "adamw"
-    """Name of the optimizer: adamw, muon, sgd or lion."""
+    """Name of the optimizer; set by optimizer=NAME."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached at the end of the warm-up; the schedule determines the rest."""
     weight_decay: float = 0.1
@@ -1059,7 +1059,7 @@ class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent."""
 
     name: str = "sgd"
-    """Name of the optimizer: adamw, muon, sgd or lion."""
+    """Name of the optimizer; set by optimizer=NAME."""
     momentum: float = 0.9
     """Momentum factor; 0: no momentum."""
     nesterov: bool = False
@@ -1086,7 +1086,7 @@ class LionConfig(OptimizerConfig):
     """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
 
     name: str = "lion"
-    """Name of the optimizer: adamw, muon, sgd or lion."""
+    """Name of the optimizer; set by optimizer=NAME."""
     learning_rate: float = 2e-4
     """Peak learning rate, reached at the end of the warm-up; a third to a tenth of AdamW's."""
     weight_decay: float = 0.5
@@ -1117,7 +1117,7 @@ class MuonConfig(OptimizerConfig):
     """
 
     name: str = "muon"
-    """Name of the optimizer: adamw, muon, sgd or lion."""
+    """Name of the optimizer; set by optimizer=NAME."""
     adamw_lr: float | None = None
     """Peak learning rate of AdamW; follows the same schedule as learning_rate. null: learning_rate."""
     adamw_weight_decay: float = 0.0
@@ -1192,7 +1192,7 @@ class ScheduleConfig(Section):
     """The learning rate after the warm-up: cosine (half a cosine down to optimizer.min_lr) or constant."""
 
     name: str = "cosine"
-    """Name of the schedule: cosine, linear or constant."""
+    """Name of the schedule; set by schedule=NAME."""
 
 
 @dataclass
@@ -1200,21 +1200,21 @@ class LinearScheduleConfig(ScheduleConfig):
     """Constant after the warm-up, then linear decay to optimizer.min_lr (WSD: warm-up, stable, decay)."""
 
     name: str = "linear"
-    """Name of the schedule: cosine, linear or constant."""
+    """Name of the schedule; set by schedule=NAME."""
     decay_iters: int | None = None
-    """Number of decay steps; null: all steps after the warm-up, or decay_share of them."""
-    decay_share: float | None = None
-    """Share of the steps after the warm-up in which the learning rate decays, instead of decay_iters."""
+    """Number of decay steps; null: all steps after the warm-up, or decay_fraction of them."""
+    decay_fraction: float | None = None
+    """Fraction of the steps after the warm-up in which the learning rate decays, instead of decay_iters."""
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from positive("schedule", self, "decay_iters")
-        if self.decay_share is not None and not 0 < self.decay_share <= 1:
-            yield f"schedule.decay_share={self.decay_share} should be above 0 and at most 1"
-        if None not in (self.decay_iters, self.decay_share):
+        if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
+            yield f"schedule.decay_fraction={self.decay_fraction} should be above 0 and at most 1"
+        if None not in (self.decay_iters, self.decay_fraction):
             yield (
-                f"schedule.decay_iters={self.decay_iters} and schedule.decay_share={self.decay_share} both set the "
-                "decay: omit one"
+                f"schedule.decay_iters={self.decay_iters} and schedule.decay_fraction={self.decay_fraction} both set "
+                "the decay: omit one"
             )
 
 
@@ -1499,7 +1499,7 @@ class EMAConfig(HookConfig):
     """Exponential moving average of the weights, kept beside the model and saved in checkpoints."""
 
     decay: float = 0.999
-    """Share of the average that each update keeps; at most (1 + n) / (10 + n) in update n, to forget the first ones."""
+    """Fraction of the average that each update keeps; at most (1 + n) / (10 + n) in update n, to forget the first."""
     interval: int = 1
     """Steps between updates."""
     evaluate: bool = True
@@ -1624,12 +1624,12 @@ class MetricConfig(Section):
 
 @dataclass
 class AccuracyConfig(MetricConfig):
-    """Share of targets that are the likeliest class (or, for text, token)."""
+    """Fraction of targets that are the likeliest class (or, for text, token)."""
 
 
 @dataclass
 class TopKConfig(MetricConfig):
-    """Share of targets that are among the likeliest classes (or, for text, tokens)."""
+    """Fraction of targets that are among the likeliest classes (or, for text, tokens)."""
 
     k: int = 5
     """How many of the likeliest count."""
@@ -1798,6 +1798,7 @@ def value_text(value: Any) -> str:
 
 RENAMED: dict[str, str] = {
     "data.ahead": "data.prefetch",
+    "schedule.decay_share": "schedule.decay_fraction",
     **{f"tracker.{f.name}": f"tracker.wandb.{f.name}" for f in fields(WandbConfig)},
 }
 """Options that have a better name now, old to new; the old names are accepted until the next release."""

@@ -16,7 +16,7 @@ class ImagesConfig(DataConfig):
     name: str = "digits"
     """Name of the dataset; part of the run directory."""
     kind: str = "digits"
-    """Kind of source: digits, mnist, cifar10, imagefolder or fake_images."""
+    """Kind of source; set by data=NAME."""
     path: str | None = None
     """Folder of the dataset; null: one under $WORDRUN_DATA_HOME, to which it is downloaded."""
     augment: bool = False
@@ -31,7 +31,7 @@ class ImageFolderConfig(ImagesConfig):
     name: str = "imagefolder"
     """Name of the dataset; part of the run directory."""
     kind: str = "imagefolder"
-    """Kind of source: digits, mnist, cifar10, imagefolder or fake_images."""
+    """Kind of source; set by data=NAME."""
     size: int = 224
     """Images are scaled to fit a square of this many pixels, and cropped to it."""
     val_fraction: float = 0.1
@@ -56,7 +56,7 @@ class FakeImagesConfig(ImagesConfig):
     name: str = "fake_images"
     """Name of the dataset; part of the run directory."""
     kind: str = "fake_images"
-    """Kind of source: digits, mnist, cifar10, imagefolder or fake_images."""
+    """Kind of source; set by data=NAME."""
     size: int = 224
     """Height and width in pixels."""
     channels: int = 3

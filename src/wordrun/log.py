@@ -91,8 +91,8 @@ def console() -> Console:
         host, _, device = place.partition(":")
         there = device if host == socket.gethostname() else ""
         return LaunchConsole(there, force_terminal=True, width=int(columns), height=int(lines), highlight=False)
-    # srun -u gives each rank a pseudo-terminal, wherever its output goes.
-    terminal = sys.stdout.isatty() and os.environ.get("WORDRUN_LAUNCHER") != "srun"
+    # Some launchers give each rank a pseudo-terminal, wherever its output goes.
+    terminal = sys.stdout.isatty() and "WORDRUN_PTY" not in os.environ
     # In a pipe or a file, wrapping at 80 columns would break lines that people grep for.
     return Console(force_terminal=None if terminal else False, width=None if terminal else 200, highlight=False)
 

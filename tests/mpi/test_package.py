@@ -184,7 +184,7 @@ def test_the_version_comes_from_the_tag(source: Path, tmp_path: Path, command: C
 
 
 def test_files_that_the_design_page_names_exist() -> None:
-    text = (ROOT / "docs" / "design.md").read_text()
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("design.md", "decisions.md"))
     names = re.findall(r"`(?!outputs/)([\w*/]+(?:\.(?:py|sh|yaml)|/))`", text)
     assert len(names) > 40
     assert [

@@ -73,10 +73,11 @@ def test_the_linear_schedule_is_stable_and_then_decays_over_its_last_steps() -> 
     assert from_warmup == pytest.approx([1, 0.5, 0])
     too_long = LinearScheduleConfig(decay_iters=500)
     assert learning_rate(cfg, too_long, 60, 110) == learning_rate(cfg, LinearScheduleConfig(), 60, 110)
-    share = LinearScheduleConfig(decay_share=0.2)  # of 100 steps
+    share = LinearScheduleConfig(decay_fraction=0.2)  # of 100 steps
     assert [learning_rate(cfg, share, step, 110) / cfg.learning_rate for step in (90, 100, 110)] == [1.0, 0.5, 0.0]
-    with pytest.raises(ConfigError, match=r"schedule\.decay_iters=5 and schedule\.decay_share=0\.5 both set the decay"):
-        check(compose(["schedule=linear", "schedule.decay_iters=5", "schedule.decay_share=0.5"]))
+    with pytest.raises(ConfigError, match=r"decay_iters=5 and schedule\.decay_fraction=0\.5 both set the decay"):
+        check(compose(["schedule=linear", "schedule.decay_iters=5", "schedule.decay_fraction=0.5"]))
+    assert compose(["schedule=linear", "schedule.decay_share=0.5"]).schedule == LinearScheduleConfig(decay_fraction=0.5)
     earlier = OptimizerConfig(warmup_iters=10, min_lr=0.0, lr_decay_iters=60)
     assert learning_rate(earlier, schedule, 50, 100) == pytest.approx(0.5 * cfg.learning_rate)
 

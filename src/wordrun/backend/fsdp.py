@@ -78,7 +78,7 @@ class FSDPBackend(NativeBackend):
         if self.context is None:
             return losses
         if outputs:
-            outputs[-1] = self.context.whole(outputs[-1])
+            outputs[-1] = self.context.gathered(outputs[-1])
         return self.context.mean(losses)
 
     def backward(self, loss: Tensor) -> None:

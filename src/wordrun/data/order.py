@@ -103,10 +103,13 @@ class Sequences(Order):
         seed: random seed of the order.
         align: the end-of-text token that precedes each document. Each sequence is then shifted to begin at its first
             end-of-text token, if it has one, and extends into the next sequence by the same amount.
+        document: the same token, if attention is confined to documents.
     """
 
-    def __init__(self, tokens: Array, block_size: int, seed: int, align: int | None = None) -> None:
-        self.tokens, self.block_size, self.seed, self.align = tokens, block_size, seed, align
+    def __init__(
+        self, tokens: Array, block_size: int, seed: int, align: int | None = None, document: int | None = None
+    ) -> None:
+        self.tokens, self.block_size, self.seed, self.align, self.document = tokens, block_size, seed, align, document
         # One fewer than fits, so that an epoch can start at any offset below block_size.
         self.per_epoch = (len(tokens) - block_size) // block_size
         self._block: tuple[tuple[int, int], NDArray[np.int64]] = ((-1, 0), np.empty(0, np.int64))
@@ -186,7 +189,7 @@ class Mix(Order):
 
     def __init__(self, orders: Sequence[Order], shares: Sequence[float], seed: int) -> None:
         self.orders, self.seed = orders, seed
-        self.block_size = orders[0].block_size
+        self.block_size, self.document = orders[0].block_size, orders[0].document
         exact = np.array(shares) / sum(shares) * MIX_PERIOD
         self.counts = np.floor(exact).astype(np.int64)
         missing = MIX_PERIOD - int(self.counts.sum())
@@ -226,14 +229,11 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.text_model.block_size
     if cfg.data.kind == "pairs":
         return PairOrder(pairs_of_run(cfg, corpus, corpus.train), seed)
-    order: Order
-    if corpus.mix:
-        orders = [Sequences(part.train, size, seed + i, eot) for i, part in enumerate(corpus.mix)]
-        order = Mix(orders, [part.share for part in corpus.mix], seed)
-    else:
-        order = Sequences(corpus.train, size, seed, eot)
-    order.document = eot_for("mask_documents", cfg, corpus)
-    return order
+    document = eot_for("mask_documents", cfg, corpus)
+    if not corpus.mix:
+        return Sequences(corpus.train, size, seed, eot, document)
+    orders = [Sequences(part.train, size, seed + i, eot, document) for i, part in enumerate(corpus.mix)]
+    return Mix(orders, [part.share for part in corpus.mix], seed)
 
 
 def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> PairSequences:

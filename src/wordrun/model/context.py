@@ -64,11 +64,11 @@ class Context:
         return x[:, self.positions(x.shape[1] // self.size, x.device)]
 
     @torch.no_grad()
-    def whole(self, x: Tensor) -> Tensor:
+    def gathered(self, x: Tensor) -> Tensor:
         """Return the complete (B, n T, ...) of which ``x`` (B, T, ...) is this rank's part, without gradients."""
-        gathered = x.new_empty(self.size, *x.shape)
-        compat_context.all_gather_single(gathered.flatten(0, 1), x.contiguous(), group=self.group)
-        return self.in_order(gathered.transpose(0, 1).flatten(1, 2), dim=1)
+        parts = x.new_empty(self.size, *x.shape)
+        compat_context.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        return self.in_order(parts.transpose(0, 1).flatten(1, 2), dim=1)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """Return ``x``, whose parts of all ranks follow each other along ``dim``, in the order of the sequence."""
@@ -87,7 +87,7 @@ class Context:
 
     def mask(self, documents: Tensor, *facts: Any, compiled: bool = False) -> Mask:
         """Return what ``attention`` needs to keep within ``documents`` (B, T); ``facts`` as for ``document_mask``."""
-        complete = self.whole(documents)
+        complete = self.gathered(documents)
         return document_mask(complete, *facts, compiled=compiled) if self.kind == "heads" else complete
 
     def _attention(

@@ -99,7 +99,7 @@ class Modern(llama.Llama):
         """Return the embeddings of the tokens, and of each with those before it, (B, T, C)."""
         x = self.tokens(tokens)
         if context and self.ngrams:
-            tokens, documents = context.whole(tokens), None if documents is None else context.whole(documents)
+            tokens, documents = context.gathered(tokens), None if documents is None else context.gathered(documents)
         keys = ngrams(tokens, len(self.ngrams), cache, documents)
         for embedding, rows, key in zip(self.ngrams, self.cfg.ngram_rows, keys, strict=True):
             x = x + embedding((context.part(key) if context else key) % rows)

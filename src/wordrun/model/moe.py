@@ -110,6 +110,11 @@ class Router(nn.Module):
         self.bias.zero_()
         self.counts.zero_()
 
+    def balance(self, load: Tensor) -> None:
+        """Move the biases by the tokens that the experts got in a step on all ranks, ``load`` (E,), and count anew."""
+        self.bias += self.cfg.balance_rate * torch.sign(load.mean() - load).float()
+        self.counts.zero_()
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights and the numbers of the experts of each token of ``x`` (B, T, C), both (B, T, K), and how
         many tokens each expert gets, (E,)."""
@@ -261,8 +266,7 @@ class MixtureOfExperts(Llama):
         loads = torch.stack([router.counts for router in routers])
         add_up(loads)
         for router, load in zip(routers, loads.double(), strict=True):
-            router.bias += self.cfg.balance_rate * torch.sign(load.mean() - load).float()
-            router.counts.zero_()
+            router.balance(load)
         self._loads = loads
 
     def loads(self) -> Tensor | None:

@@ -207,7 +207,7 @@ class Transformer(Model):
         if self.softcap:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if self.unpadded_rows:
-            exclude(logits, self.vocab_size)
+            mask_padding(logits, self.vocab_size)
         return logits  # type: ignore[no-any-return]
 
     def feature_losses(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def exclude(logits: Tensor, start: int) -> None:
+def mask_padding(logits: Tensor, start: int) -> None:
     """Set the ``logits`` (..., V) from index ``start`` on to -inf, in place and without autograd.
 
     Autograd would copy the gradients of all logits to mask those that the softmax makes exactly 0 anyway.

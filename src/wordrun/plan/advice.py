@@ -6,12 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from wordrun.plan.candidates import AS_ASKED, DIVIDED, Estimate, Planner, Unavailable
+from wordrun.plan.candidates import (
+    AS_ASKED,
+    DIVIDED,
+    LIKE_ZERO_2,
+    LIKE_ZERO_3,
+    OFFLOADED,
+    TP_OVER_FSDP,
+    WITHIN_NODES,
+    ZERO_2_OFFLOADED,
+    ZERO_3_OFFLOADED,
+    Estimate,
+    Planner,
+    Unavailable,
+)  # fmt: skip
 
 MANY_NODES = 64
 """Number of nodes above which 3D is tried: gathering a layer from more nodes takes longer than computing it."""
-SHARDED = ("FSDP within nodes", "FSDP like ZeRO-2", "FSDP, ZeRO-3")
-ZERO_OFFLOAD = ("ZeRO-2, offload", "ZeRO-3, offload")
+SHARDED = (WITHIN_NODES, LIKE_ZERO_2, LIKE_ZERO_3)
+ZERO_OFFLOAD = (ZERO_2_OFFLOADED, ZERO_3_OFFLOADED)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
     plain = "Without activation checkpointing the" if kinds[0] == "none" else "The"
     why = [f"{plain} full model does not fit on one {device}."]
     if hardware.nodes > MANY_NODES:
-        if found := pick(SHARDED[:1]):
+        if found := pick([WITHIN_NODES]):
             together = f"The {hardware.per_node} devices of a node can hold it, so no layer is gathered across nodes."
             return advice(found, *why, together)
         if found := pick(["3D"]):
@@ -67,11 +80,11 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
                 "tensor-parallel ranks share a node."
             )
             return advice(found, *why, layered)
-    if found := pick(["DDP", *SHARDED]) or pick(["FSDP, offload"]):
+    if found := pick(["DDP", *SHARDED]) or pick([OFFLOADED]):
         name = found[0].strategy.name
         if name == "DDP":
             return advice(found, *why)
-        offload = name == "FSDP, offload"
+        offload = name == OFFLOADED
         where = " and kept in host memory" if offload else " across the ranks"
         why.append(f"Its largest layer does: parameters, gradients and optimizer state are sharded{where}.")
         return advice(found, *why, other=pick(ZERO_OFFLOAD if offload else ["ZeRO-2", "ZeRO-3"]))
@@ -80,7 +93,7 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
         return advice(found, *why)
     if found := pick([DIVIDED]):
         return advice(found, *why, *_divided(planner, found[0].strategy.layout.cp))
-    if found := pick(["TP over FSDP"]) or pick(["3D"]) or pick(["PP"]):
+    if found := pick([TP_OVER_FSDP]) or pick(["3D"]) or pick(["PP"]):
         sharded = any(row.strategy.name in SHARDED for row in candidates)
         reason = "One layer does not fit either" if sharded else "No layout that keeps layers whole suits the run"
         return advice(found, *why, f"{reason}: tensor parallelism splits each layer across a node's ranks.")

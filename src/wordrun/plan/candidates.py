@@ -18,6 +18,10 @@ from wordrun.plan.time import Speeds, step_time
 
 AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""
+# Names of strategies, by which advice.py recommends one.
+WITHIN_NODES, LIKE_ZERO_2, LIKE_ZERO_3 = "FSDP within nodes", "FSDP like ZeRO-2", "FSDP, ZeRO-3"
+OFFLOADED, ZERO_2_OFFLOADED, ZERO_3_OFFLOADED = "FSDP, offload", "ZeRO-2, offload", "ZeRO-3, offload"
+TP_OVER_FSDP = "TP over FSDP"
 DIVIDED = "FSDP, cp"
 """Name of the strategy that divides sequences, which is tried if nothing fits without dividing sequences or layers."""
 SHOWN_LAYOUTS = 3
@@ -123,23 +127,23 @@ class Planner:
     def rows(self) -> list[Estimate | Unavailable]:
         """Return the strategies of every backend, starting with the configured one unless it is plain DDP."""
         single: dict[str, BackendConfig] = {AS_ASKED: self.cfg.backend} if self.cfg.backend != DDPConfig() else {}
-        single |= {"DDP": DDPConfig(), "FSDP like ZeRO-2": FSDPConfig(reshard_after_forward=False)}
-        single |= {"FSDP, ZeRO-3": FSDPConfig()}
+        single |= {"DDP": DDPConfig(), LIKE_ZERO_2: FSDPConfig(reshard_after_forward=False)}
+        single |= {LIKE_ZERO_3: FSDPConfig()}
         if self.hardware.nodes > 1 and self.hardware.per_node > 1:
-            single |= {"FSDP within nodes": FSDPConfig(replicate=-1, shard=self.hardware.per_node)}
+            single |= {WITHIN_NODES: FSDPConfig(replicate=-1, shard=self.hardware.per_node)}
         if experts := getattr(self.cfg.model, "n_experts", 0):
             ranks = math.gcd(experts, self.hardware.per_node)
             single |= {"FSDP, experts over a node": FSDPConfig(ep=ranks)} if ranks > 1 else {}
-        single |= {"FSDP, offload": FSDPConfig(cpu_offload=True)}
+        single |= {OFFLOADED: FSDPConfig(cpu_offload=True)}
         single |= {f"ZeRO-{stage}": DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}
-        single |= {"ZeRO-2, offload": DeepSpeedConfig(stage=2, offload_optimizer=True)}
-        single |= {"ZeRO-3, offload": DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
+        single |= {ZERO_2_OFFLOADED: DeepSpeedConfig(stage=2, offload_optimizer=True)}
+        single |= {ZERO_3_OFFLOADED: DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
         rows = [self.first_that_fits(name, [backend]) for name, backend in single.items()]
         tensor = (config.TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
         if not any(isinstance(row, Estimate) and row.fits for row in rows) and self.hardware.devices > 1:
             divided = (FSDPConfig(cp=cp) for cp in _divisors(self.hardware.devices)[1:])
             rows.append(self.first_that_fits(DIVIDED, divided))
-        rows.append(self.first_that_fits("TP over FSDP", tensor))
+        rows.append(self.first_that_fits(TP_OVER_FSDP, tensor))
         rows.append(self.first_that_fits("PP", (config.PPConfig(pp=pp) for pp in self._pipeline_sizes())))
         return [*rows, *self._three_d()]
 

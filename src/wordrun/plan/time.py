@@ -23,9 +23,9 @@ from wordrun.plan.traffic import Traffic, ring, traffic
 RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1 / 3}
 """Time of recomputation, relative to that of both passes, by train.activation_checkpointing."""
 ASSUMED_SHARE = 0.4
-"""Share of a device's peak FLOP/s at which blocks compute, if it has not been measured."""
+"""Fraction of a device's peak FLOP/s at which blocks compute, if it has not been measured."""
 HIDDEN = 0.5
-"""Share of the passes behind which an accelerator can hide averaging gradients and gathering parameters."""
+"""Fraction of the passes behind which an accelerator can hide averaging gradients and gathering parameters."""
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes around a ring; other operations send their buffer once."""
 

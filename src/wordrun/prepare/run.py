@@ -49,6 +49,10 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     """Start time according to ``time.monotonic``."""
 
+    def update(self, done: int, documents: int, tokens: int, read: int) -> None:
+        """Set the numbers of work items, documents, tokens and bytes so far."""
+        self.done, self.documents, self.tokens, self.read = done, documents, tokens, read
+
     @property
     def share(self) -> float:
         """The completed share, 0 to 1."""
@@ -166,8 +170,8 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
             files.replace(work / f"rank-{world.rank}.{task}.json", json.dumps(counts))
         if world.rank == 0:
             others = [_counts(work / f"rank-{rank}.{task}.json") for rank in range(1, world.size)]
-            done, progress.documents, progress.tokens, read = map(sum, zip(counts, *others, strict=True))
-            progress.done, progress.read = done_before + done, read_before + read
+            done, documents, tokens, read = map(sum, zip(counts, *others, strict=True))
+            progress.update(done_before + done, documents, tokens, read_before + read)
             show(progress)
 
     counts = [0, 0, 0, 0]

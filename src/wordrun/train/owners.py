@@ -164,22 +164,22 @@ class Holders:
     numbers: Sequence[int]
     """The group's ranks, by their numbers in the job."""
 
-    def place(self, rank: int) -> int:
+    def box_number(self, rank: int) -> int:
         """Return the number of the box that a rank of the group holds, numbered as in ``Grid.overlapping``."""
         return sum(self.numbers[rank] // cut.stride % cut.shards * cut.stride for cut in self.cuts)
 
     @cached_property
-    def by_place(self) -> dict[int, list[int]]:
+    def by_box(self) -> dict[int, list[int]]:
         """The ranks of the group that hold each box."""
         found: dict[int, list[int]] = {}
         for rank in range(len(self.numbers)):
-            found.setdefault(self.place(rank), []).append(rank)
+            found.setdefault(self.box_number(rank), []).append(rank)
         return found
 
-    def source(self, place: int, owner: int) -> int:
+    def source(self, number: int, owner: int) -> int:
         """Return which of the holders of a box sends it to ``owner``, which may itself be one of them."""
-        ranks = self.by_place[place]
-        return owner if self.place(owner) == place else ranks[owner % len(ranks)]
+        ranks = self.by_box[number]
+        return owner if self.box_number(owner) == number else ranks[owner % len(ranks)]
 
 
 def _boxes(grid: Grid) -> dict[int, Box]:
@@ -189,11 +189,11 @@ def _boxes(grid: Grid) -> dict[int, Box]:
 
 def _to(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
     """Return what ``rank`` sends or receives of a matrix on its way to its owner, and whether nobody sends anything."""
-    place, box = held.place(rank), grid.box(held.numbers[rank])
+    number, box = held.box_number(rank), grid.box(held.numbers[rank])
     if rank == owner:
         mine = [Transfer(held.source(at, owner), owner, item, each) for at, each in _boxes(grid).items()]
     else:
-        is_mine = box.numel and held.source(place, owner) == rank
+        is_mine = box.numel and held.source(number, owner) == rank
         mine = [Transfer(rank, owner, item, box)] if is_mine else []
     return mine, grid.box(held.numbers[owner]).shape == grid.shape
 
@@ -203,8 +203,8 @@ def _from(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[
     box = grid.box(held.numbers[rank])
     if rank == owner:
         boxes = _boxes(grid).items()
-        mine = [Transfer(owner, each, item, part) for at, part in boxes for each in held.by_place[at]]
+        mine = [Transfer(owner, each, item, part) for at, part in boxes for each in held.by_box[at]]
     else:
         mine = [Transfer(owner, rank, item, box)] if box.numel else []
     is_complete = grid.box(held.numbers[owner]).shape == grid.shape
-    return mine, is_complete and held.by_place[held.place(owner)] == [owner]
+    return mine, is_complete and held.by_box[held.box_number(owner)] == [owner]

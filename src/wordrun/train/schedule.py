@@ -48,7 +48,7 @@ def cosine(cfg: ScheduleConfig, step: int, steps: int, highest: float, lowest: f
 
 def linear(cfg: LinearScheduleConfig, step: int, steps: int, highest: float, lowest: float) -> float:
     """Return ``highest``, then a linear decay over the last steps (Hu et al. 2024)."""
-    share = 1.0 if cfg.decay_share is None else cfg.decay_share
+    share = 1.0 if cfg.decay_fraction is None else cfg.decay_fraction
     decay = min(cfg.decay_iters or max(1, round(share * steps)), steps)
     done = min(1.0, max(0, step - (steps - decay)) / decay)
     return highest - (highest - lowest) * done

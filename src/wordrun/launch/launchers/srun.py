@@ -86,7 +86,8 @@ class Srun(Launcher):
         """Return the variables of every launcher, and srun's own."""
         cores = str(self.cores_per_rank(request))
         why = "the same as -c: SLURM 22.05 to 23.02 read only this variable, and srun fails if they differ"
-        ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why)}
+        pty = "srun -u gives each rank a pseudo-terminal, wherever its output goes"
+        ours = {**super().variables(request), "SRUN_CPUS_PER_TASK": (cores, why), "WORDRUN_PTY": ("1", pty)}
         if self.network:
             ours[slurm.NETWORK] = (self.network, "UCX's addresses are too long for SLURM's pmi2: MPI_Init may hang")
         if not request.ranks.even:
