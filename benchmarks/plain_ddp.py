@@ -45,11 +45,11 @@ def main() -> None:
     torch.distributed.barrier()
     if rank == 0:
         print("ok", flush=True)
-    torch.distributed.destroy_process_group()
-    # DDP is part of a reference cycle and keeps gloo's threads. One that still releases a tensor while Python shuts
-    # down aborts the process (seen with torch 2.13).
+    # DDP is part of a reference cycle. As the last reference to the group, it would destroy it while holding the GIL,
+    # which gloo's threads may need: a hang, or an abort while Python shuts down (both seen with torch 2.13).
     del model
     gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
