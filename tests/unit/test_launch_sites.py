@@ -221,6 +221,7 @@ def test_perlmutter(cluster: Cluster, more: dict[str, str]) -> None:
     )
     assert plan.env["CUDA_VISIBLE_DEVICES"] == "3,2,1,0"
     assert plan.env["SRUN_CPUS_PER_TASK"] == "32"
+    assert plan.env["WORDRUN_PTY"] == "1"
     assert plan.env["MASTER_ADDR"] == "nid001234"
 
 

@@ -117,3 +117,12 @@ def test_a_reader_that_leaves_costs_no_traceback(capfd: pytest.CaptureFixture[st
         for message in ("one", "two"):
             handler.handle(logging.makeLogRecord({"msg": message}))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_pseudo_terminal_that_a_launcher_gives_to_ranks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert log.console().is_terminal
+    monkeypatch.setenv("WORDRUN_PTY", "1")
+    console = log.console()
+    assert (console.is_terminal, console.width) == (False, 200)

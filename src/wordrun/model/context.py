@@ -278,7 +278,7 @@ Part = Callable[[int, slice, Tensor], Tensor]
 
 
 def _few_heads(kv: Tensor, context: Context) -> Iterator[slice]:
-    """Yield the heads of ``kv`` in groups: one of all ranks needs no more memory than all heads of one rank."""
+    """Yield the heads of ``kv`` in groups so small that one, gathered from all ranks, is no larger than ``kv``."""
     count = kv.shape[2]
     few = max(1, count // context.size)
     yield from (slice(first, min(first + few, count)) for first in range(0, count, few))

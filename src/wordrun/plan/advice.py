@@ -19,7 +19,7 @@ from wordrun.plan.candidates import (
     Estimate,
     Planner,
     Unavailable,
-)  # fmt: skip
+)
 
 MANY_NODES = 64
 """Number of nodes above which 3D is tried: gathering a layer from more nodes takes longer than computing it."""
