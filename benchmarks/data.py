@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wordrun.config import BPETokenizerConfig, TextConfig, TokenizerConfig
+from wordrun.config import BPETokenizerConfig, ByteTokenizerConfig, CharTokenizerConfig, TextConfig, TokenizerConfig
 from wordrun.data import tokenizers
 from wordrun.data.corpus import open_prepared
 from wordrun.data.loader import Loader
@@ -91,11 +91,11 @@ def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
 
     def ours() -> float:
         shutil.rmtree(scratch / "chars", ignore_errors=True)
-        return cpu_seconds(lambda: prepare(data, TokenizerConfig("char"), scratch / "chars"))
+        return cpu_seconds(lambda: prepare(data, CharTokenizerConfig(), scratch / "chars"))
 
     ours_s, theirs_s = in_turns(rounds, ours, theirs)
     same = np.fromfile(scratch / "train.bin", dtype=np.uint16)
-    _, train, _ = open_prepared(scratch / "chars", data, TokenizerConfig("char"))
+    _, train, _ = open_prepared(scratch / "chars", data, CharTokenizerConfig())
     assert np.array_equal(train[:], same)  # the same tokens
     ratio = statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
     row("characters, tokens/s per core", f"{len(whole) / statistics.median(ours_s):,.0f}")
@@ -284,7 +284,7 @@ def start(scratch: Path, rounds: int) -> None:
 
     def seconds(examine: bool) -> float:
         begin = time.perf_counter()
-        _, train, _ = open_prepared(folder, TextConfig(), TokenizerConfig("byte"), examine=examine)
+        _, train, _ = open_prepared(folder, TextConfig(), ByteTokenizerConfig(), examine=examine)
         Sequences(train, 64, seed=1).batch(0, 8)
         return time.perf_counter() - begin
 

@@ -6,7 +6,7 @@ import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,18 @@ from yaml import YAMLError
 
 from wordrun import project
 from wordrun.checks import check
-from wordrun.config import DTYPES, RENAMED, SECTIONS, SEVERAL, Config, ModelConfig, ScheduleConfig, parts_in, schemas
+from wordrun.config import (
+    DTYPES,
+    RENAMED,
+    SECTIONS,
+    SEVERAL,
+    Config,
+    ModelConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    parts_in,
+    schemas,
+)
 from wordrun.errors import ConfigError, UserError, first_line, listed, nearest
 from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath, all_problems
@@ -139,20 +150,24 @@ def to_config(
             composed.pop("hydra", None)  # in a sweep, Hydra has already removed it
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
-        cfg.run_dir = directory
+        cfg = replace(cfg, run_dir=directory)
         if checked:
             check(cfg, ranks, per_node)
-        if not cfg.optimizer.decay_lr:
-            LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
-            cfg.schedule = ScheduleConfig("constant")
-        cfg.train.dtype = DTYPES.get(cfg.train.dtype, cfg.train.dtype)
         if not problems:
-            return cfg
+            return _without_old_values(cfg)
     except ConfigError as error:
         problems += str(error).splitlines()
     except OmegaConfBaseException as error:
         problems.append(f"{error.full_key or 'config'}: {first_line(error)}")
     raise ConfigError("\n".join(problems))
+
+
+def _without_old_values(cfg: Config) -> Config:
+    """Return ``cfg`` with today's values in place of those of older releases."""
+    if not cfg.optimizer.decay_lr:
+        LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
+        cfg = replace(cfg, schedule=ScheduleConfig("constant"))
+    return replace(cfg, train=replace(cfg.train, dtype=DTYPES.get(cfg.train.dtype, cfg.train.dtype)))
 
 
 def register() -> None:
@@ -166,7 +181,8 @@ def register() -> None:
     OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # storing takes a seventh of the time of composing
-        store.store(name="schema", node=Config)
+        # Any tokenizer's options may be merged into those of every tokenizer, but not into char's.
+        store.store(name="schema", node=Config(tokenizer=TokenizerConfig()))
     for plugin in (PartSource, SearchPath):
         Plugins.instance().register(plugin)
     stored = {name.removesuffix(".yaml") for name in store.repo.get("train.backend", ())}

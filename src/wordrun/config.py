@@ -528,9 +528,9 @@ MIX_PERIOD = 4096
 
 @dataclass
 class TokenizerConfig(Section):
-    """char (one token per distinct character) or byte (256 bytes and an end-of-text token)."""
+    """How text becomes tokens."""
 
-    name: str = "char"
+    name: str = ""
     """Name of the tokenizer; set by tokenizer=NAME."""
 
     def problems(self) -> Iterable[str]:
@@ -538,9 +538,45 @@ class TokenizerConfig(Section):
         return one_of("tokenizer.name", self.name, parts("tokenizer"))
 
     @property
-    def needs_text(self) -> bool:
-        """Whether the tokenizer is made from the text."""
-        return self.name == "char"
+    def built_from(self) -> str:
+        """What of the text the tokenizer is built from: all its "characters", a "sample", or nothing ("")."""
+        return ""
+
+    @property
+    def sample_mb(self) -> int:
+        """Size of that sample, in MiB."""
+        return 64
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """The vocabulary size, if it is known before the text and all files are read."""
+        return None
+
+
+@dataclass
+class CharTokenizerConfig(TokenizerConfig):
+    """One token per distinct character of the text."""
+
+    name: str = "char"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+
+    @property
+    def built_from(self) -> str:
+        """All characters."""
+        return "characters"
+
+
+@dataclass
+class ByteTokenizerConfig(TokenizerConfig):
+    """256 bytes and an end-of-text token."""
+
+    name: str = "byte"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """The number of tokens."""
+        return 257
 
 
 @dataclass
@@ -551,6 +587,11 @@ class GPT2TokenizerConfig(TokenizerConfig):
     """Name of the tokenizer; set by tokenizer=NAME."""
     path: str | None = None
     """Vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of these; null: tiktoken's cache."""
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """The number of tokens."""
+        return 50257
 
 
 @dataclass
@@ -567,9 +608,14 @@ class BPETokenizerConfig(TokenizerConfig):
     """An existing tokenizer.json; null: train one."""
 
     @property
-    def needs_text(self) -> bool:
-        """Whether the tokenizer is made from the text."""
-        return self.path is None
+    def built_from(self) -> str:
+        """A sample, unless there is a trained one."""
+        return "" if self.path else "sample"
+
+    @property
+    def sample_mb(self) -> int:
+        """Size of the sample, in MiB."""
+        return self.train_mb
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -1737,7 +1783,7 @@ class Config:
     """Everything that a run depends on."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    tokenizer: TokenizerConfig = field(default_factory=CharTokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -164,6 +164,7 @@ PAGES = {
     "wordrun.prepare": "data.md#preparing",
     "wordrun.prepare.sources": "data.md#sources",
     "wordrun.prepare.sources.pairs": "finetune.md#fine-tune",
+    "wordrun.prepare.vision": "tasks.md#images",
     "wordrun.project": "extend.md#where-parts-are-found",
     "wordrun.registry": "extend.md#where-parts-are-found",
     "wordrun.report": "train.md#look-at-runs-and-compare-them",

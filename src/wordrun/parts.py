@@ -9,8 +9,8 @@ register("model", "modern", "wordrun.config:ModernConfig", "wordrun.model.modern
 register("model", "convnet", "wordrun.config_images:ConvNetConfig", "wordrun.model.images:ConvNet")
 register("model", "resnet", "wordrun.config_images:ResNetConfig", "wordrun.model.images:ResNet")
 
-register("tokenizer", "char", "wordrun.config:TokenizerConfig", "wordrun.data.tokenizers.char:CharTokenizer")
-register("tokenizer", "byte", "wordrun.config:TokenizerConfig", "wordrun.data.tokenizers.char:ByteTokenizer")
+register("tokenizer", "char", "wordrun.config:CharTokenizerConfig", "wordrun.data.tokenizers.char:CharTokenizer")
+register("tokenizer", "byte", "wordrun.config:ByteTokenizerConfig", "wordrun.data.tokenizers.char:ByteTokenizer")
 register("tokenizer", "gpt2", "wordrun.config:GPT2TokenizerConfig", "wordrun.data.tokenizers.subword:GPT2Tokenizer")
 register("tokenizer", "bpe", "wordrun.config:BPETokenizerConfig", "wordrun.data.tokenizers.subword:BPETokenizer")
 register("tokenizer", "hf", "wordrun.config:HFTokenizerConfig", "wordrun.data.tokenizers.subword:HFTokenizer")
@@ -22,8 +22,8 @@ register("data", "hf", "wordrun.config:TextConfig", "wordrun.prepare.sources.hub
 register("data", "shards", "wordrun.config:TextConfig", "wordrun.prepare.sources.shards:ShardSource")
 register("data", "pairs", "wordrun.config:TextConfig", "wordrun.prepare.sources.pairs:PairSource")
 register("data", "digits", "wordrun.config_images:ImagesConfig", "wordrun.data.images:digits")
-register("data", "mnist", "wordrun.config_images:ImagesConfig", "wordrun.data.images:mnist")
-register("data", "cifar10", "wordrun.config_images:ImagesConfig", "wordrun.data.images:cifar10")
+register("data", "mnist", "wordrun.config_images:ImagesConfig", "wordrun.prepare.vision:mnist")
+register("data", "cifar10", "wordrun.config_images:ImagesConfig", "wordrun.prepare.vision:cifar10")
 register("data", "imagefolder", "wordrun.config_images:ImageFolderConfig", "wordrun.data.images:imagefolder")
 register("data", "fake_images", "wordrun.config_images:FakeImagesConfig", "wordrun.data.images:fake_images")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from wordrun.errors import ConfigError
@@ -24,6 +24,31 @@ def is_task(env: Mapping[str, str]) -> bool:
     """Return whether the process with ``env`` is a task of srun rather than a job's batch or interactive shell."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env
+
+
+def is_restarted(env: Mapping[str, str]) -> bool:
+    """Return whether SLURM has requeued the job with ``env``, and started it again."""
+    return env.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def task_variables(env: Mapping[str, str], rank: int, local: int, node: int, layout: Sequence[int]) -> dict[str, str]:
+    """Return the variables in which srun describes a task and its step; none if it has not started this process.
+
+    Args:
+        env: this process's variables.
+        rank: number of the task.
+        local: its number on its node.
+        node: number of the node.
+        layout: number of tasks on each node.
+    """
+    if "SLURM_PROCID" not in env:
+        return {}
+    size, each = str(sum(layout)), ",".join(map(str, layout))
+    return {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), size),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
+    }  # fmt: skip
 
 
 def network(library: str, env: Mapping[str, str]) -> str:

@@ -18,13 +18,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import TextConfig
+from wordrun.config import Config, TextConfig
 from wordrun.data.corpus import Opened
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.order import Permutation, Sequences
 from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.dist import World
 from wordrun.errors import ConfigError, UserError
-from wordrun.prepare.obtain import read_text
+from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
 from wordrun.prepare.sources.base import Source
 from wordrun.prepare.sources.sample import sample_text
@@ -356,10 +357,8 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def in_memory(path: Path) -> Opened:
     """Return what a run reads of a small text in characters."""
-    source = locate(TextConfig("text", path=str(path)))
-    item = source.single_text()
-    assert item is not None
-    return read_text(source, item)
+    corpus = obtain(Config(data=TextConfig("text", path=str(path))), World())
+    return corpus.tokenizer, corpus.train, corpus.val
 
 
 def test_the_last_tenth_is_for_validation(tmp_path: Path) -> None:

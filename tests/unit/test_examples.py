@@ -26,6 +26,7 @@ from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
 from wordrun.errors import ConfigError, UserError
 from wordrun.model import Model
 from wordrun.plan.cli import plan
+from wordrun.prepare import vision
 from wordrun.prepare.cli import main as prepare
 from wordrun.registry import Part, parts
 
@@ -182,7 +183,7 @@ def test_a_download_that_fails_names_digits(monkeypatch: pytest.MonkeyPatch) -> 
             "Error downloading images.gz:\nTried mirror-1, got:\nno\nTried mirror-2, got:\nno route to host\n"
         )
 
-    monkeypatch.setattr(images.compat_vision, "torchvision", lambda *args: SimpleNamespace(MNIST=fails))
+    monkeypatch.setattr(vision.compat_vision, "torchvision", lambda *args: SimpleNamespace(MNIST=fails))
     with pytest.raises(UserError, match=r"data=mnist is not in .* \(no route to host\).* use data=digits"):
         train("data=mnist")
 

@@ -63,7 +63,7 @@ MAY_USE: dict[str, set[str]] = {
     "tree": {"project", "registry"},
     "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree"},
     "launch": BASE,
-    "data": CONFIG | {"compat_vision"},
+    "data": CONFIG,
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "compat_vision", "kernels"},
     "track": CONFIG | {"runs"},
     "runs": {"files", "errors", "log", "sections", "validation", "arguments"},
@@ -76,7 +76,7 @@ MAY_USE: dict[str, set[str]] = {
     "compat_deepspeed": {"errors"},
     "checkpoint": {"errors", "files", "cgroup", "log", "dist", "config", "model", "compat", "compat_deepspeed"},
     "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed", "compat_tensor", "heap"},
-    "prepare": CONFIG | {"data"},
+    "prepare": CONFIG | {"data", "compat_vision"},
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
     | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import wordrun
-from wordrun.config import MIX_PERIOD, TextConfig, TokenizerConfig
+from wordrun.config import MIX_PERIOD, ByteTokenizerConfig, TextConfig
 from wordrun.data import manifest as manifests
 from wordrun.data.batch import Batch
 from wordrun.data.loader import Loader
@@ -203,7 +203,7 @@ def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
     folder = tmp_path / "shards"
     data = TextConfig("cats", path=str(tmp_path / "a.txt"), prepared=str(folder))
-    run.execute(run.begin(locate(data), TokenizerConfig("byte"), folder), World())
+    run.execute(run.begin(locate(data), ByteTokenizerConfig(), folder), World())
     words = ["data=mix", f"data.mix={{sample: 3, {folder}: 1}}", "tokenizer=byte", "model.block_size=16"]
     found = obtain(wordrun.compose(words), World())
     assert [round(part.share, 2) for part in found.mix] == [0.75, 0.25]
@@ -262,7 +262,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{number}.txt").write_text(f"text number {number}. " * 200)
     out = tmp_path_factory.mktemp("prepared") / "out"
     data = TextConfig("texts", path=str(folder), prepared=str(out), workers=1)
-    run.execute(run.begin(locate(data), TokenizerConfig("byte"), out), World())
+    run.execute(run.begin(locate(data), ByteTokenizerConfig(), out), World())
     return out
 
 

@@ -26,9 +26,17 @@ import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import BPETokenizerConfig, Config, GPT2TokenizerConfig, TextConfig, TokenizerConfig
+from wordrun.config import (
+    BPETokenizerConfig,
+    ByteTokenizerConfig,
+    CharTokenizerConfig,
+    Config,
+    GPT2TokenizerConfig,
+    TextConfig,
+    TokenizerConfig,
+)
 from wordrun.data import manifest as manifests
-from wordrun.data.corpus import open_prepared
+from wordrun.data.corpus import open_prepared, open_text
 from wordrun.dist import World
 from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.prepare import fingerprint, lock, obtain, run, tokenize, workers, writer
@@ -43,7 +51,7 @@ from wordrun.registry import Part, parts
 if TYPE_CHECKING:
     from conftest import Command, Start
 
-BYTE = TokenizerConfig("byte")
+BYTE = ByteTokenizerConfig()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,7 @@ def content(folder: Path) -> dict[str, str]:
 # The same for any number of ranks and processes
 
 
-@pytest.mark.parametrize("tokenizer", [BYTE, TokenizerConfig("char"), BPETokenizerConfig(vocab_size=300)])
+@pytest.mark.parametrize("tokenizer", [BYTE, CharTokenizerConfig(), BPETokenizerConfig(vocab_size=300)])
 def test_any_number_of_ranks_and_processes_makes_the_same(
     tokenizer: TokenizerConfig, texts: Path, tmp_path: Path
 ) -> None:
@@ -131,10 +139,11 @@ def test_documents_begin_where_the_manifest_says(texts: Path, tmp_path: Path) ->
 
 def test_a_text_is_split_as_in_memory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(sample_text()[:50_001])
-    data = made(tmp_path / "a.txt", tmp_path / "out", TokenizerConfig("char"))
+    data = made(tmp_path / "a.txt", tmp_path / "out", CharTokenizerConfig())
     source = FileSource.locate(data)
-    expected = obtain.read_text(source, source.items()[0])
-    found = open_prepared(tmp_path / "out", data, TokenizerConfig("char"))
+    text = next(source.documents(source.items()[0])).text
+    expected = open_text(text, data.val_fraction, CharTokenizerConfig())
+    found = open_prepared(tmp_path / "out", data, CharTokenizerConfig())
     assert found[0].to_json() == expected[0].to_json()
     assert [split[:].tolist() for split in found[1:]] == [split[:].tolist() for split in expected[1:]]
 
@@ -704,13 +713,46 @@ class Broken(Numerals):
         obtain.obtain(wordrun.compose([*words, "data.kind=broken", "data.workers=1"]), World())
 
 
+@pytest.mark.parametrize("built_from", ["characters", "sample"])
+def test_a_tokenizer_of_another_package_can_be_built_from_the_text(
+    built_from: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a module that is not part of wordrun: its config says what of the text it gets."""
+    (tmp_path / "seen.py").write_text(f"""
+from dataclasses import dataclass
+from wordrun.config import TokenizerConfig
+from wordrun.data.tokenizers.char import CharTokenizer
+
+@dataclass
+class SeenConfig(TokenizerConfig):
+    name: str = "seen"
+
+    @property
+    def built_from(self):
+        return {built_from!r}
+
+class Seen(CharTokenizer):
+    kind = "seen"
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    part = Part("seen:SeenConfig", "seen:Seen", "tokenizer", "seen", "mine/parts.py:3")
+    monkeypatch.setitem(parts("tokenizer"), "seen", part)
+    for path in (texts / "a.txt", texts):
+        data = TextConfig("mine", path=str(path), prepared=str(tmp_path / path.name))
+        source = locate(data)
+        expected = {each for item in source.items() for document in source.documents(item) for each in document.text}
+        corpus = obtain.obtain(replace(Config(), data=data, tokenizer=part.options()), World())
+        assert set(json.loads(corpus.tokenizer.to_json())["characters"]) == expected
+        assert corpus.tokenizer.decode(corpus.train[:20]) == next(source.documents(source.items()[0])).text[:20]
+
+
 # What earlier versions prepared is found and read
 
 
 @pytest.mark.parametrize(
     ("data", "tokenizer", "name"),
     [
-        (TextConfig("sample", "sample"), TokenizerConfig("char"), "sample-char-ea16ade173"),
+        (TextConfig("sample", "sample"), CharTokenizerConfig(), "sample-char-ea16ade173"),
         (TextConfig("play", "download", path="play.txt", url="http://x", sha256="ab" * 32, val_fraction=0.2),
          BPETokenizerConfig(vocab_size=300), "play-bpe-c2042befce"),
         (TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
@@ -734,7 +776,7 @@ def test_fingerprints_are_those_of_earlier_versions(
     ("tokenizer", "tokens", "xxh3"),
     [
         (BYTE, (990001, 110000), ("1e9f0280e966b95e07e7b73d8e665909", "afb35a15a390724268765d002c88ec5d")),
-        (TokenizerConfig("char"), (990000, 110000),
+        (CharTokenizerConfig(), (990000, 110000),
          ("acd87d64e20407df2c7f9bed865e2035", "6b611ccd3dd700c7ef8be29a7e7c57b2")),
         (BPETokenizerConfig(vocab_size=300), (621508, 69291),
          ("9a4a3fbbdec9bafd6a194d850aa2da14", "27a701c105d0db732fff355343b05147")),

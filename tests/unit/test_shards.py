@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import TextConfig, TokenizerConfig
+from wordrun.config import ByteTokenizerConfig, CharTokenizerConfig, TextConfig
 from wordrun.data import manifest as manifests, shards
 from wordrun.data.corpus import open_foreign, open_prepared
 from wordrun.data.manifest import Entry, Manifest
@@ -227,9 +227,9 @@ def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> No
 # Folders of others
 
 
-def foreign(folder: Path, name: str = "byte", **options: object) -> tuple[list[int], list[int]]:
+def foreign(folder: Path, **options: object) -> tuple[list[int], list[int]]:
     data = TextConfig("theirs", "shards", path=str(folder), **options)  # type: ignore[arg-type]
-    _, train, val = open_foreign(data, TokenizerConfig(name), World())
+    _, train, val = open_foreign(data, ByteTokenizerConfig(), World())
     return train[:].tolist(), val[:].tolist()
 
 
@@ -255,11 +255,11 @@ def test_nanogpts_characters_are_found_beside_its_tokens(tmp_path: Path) -> None
     for name in ("train", "val"):
         np.array([characters.index(c) for c in text], dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     data = TextConfig("theirs", "shards", path=str(tmp_path))
-    words, train, _ = open_foreign(data, TokenizerConfig("char"), World())
+    words, train, _ = open_foreign(data, CharTokenizerConfig(), World())
     assert words.decode(train[:]) == text
     (tmp_path / "input.txt").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer=char is built from text.*meta\.pkl is a pickle.*is not read"):
-        open_foreign(data, TokenizerConfig("char"), World())
+        open_foreign(data, CharTokenizerConfig(), World())
 
 
 def test_a_tokenizer_that_cannot_have_made_the_shards_is_refused(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_folder_that_is_not_whole_is_refused(name: str, content: bytes | None,
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        open_prepared(tmp_path, TextConfig(path="x"), TokenizerConfig("byte"))
+        open_prepared(tmp_path, TextConfig(path="x"), ByteTokenizerConfig())
     assert says in str(caught.value)
     assert name in str(caught.value)
 
@@ -345,7 +345,7 @@ def test_a_folder_that_is_not_whole_is_refused(name: str, content: bytes | None,
 def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        open_prepared(tmp_path, TextConfig(val_fraction=0.2), TokenizerConfig("char"))
+        open_prepared(tmp_path, TextConfig(val_fraction=0.2), CharTokenizerConfig())
     first, second = str(caught.value).splitlines()
     assert "was prepared with data.val_fraction=0.1, not 0.2" in first
     assert 'was prepared with tokenizer="byte", not "char"' in second

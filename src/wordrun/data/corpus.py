@@ -14,7 +14,6 @@ from wordrun import dist, files
 from wordrun.config import GPT2TokenizerConfig, TextConfig, TokenizerConfig
 from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
-from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
 
@@ -96,6 +95,15 @@ def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokeni
         raise ConfigError("\n".join(problems))
 
 
+def open_text(text: str, val_fraction: float, cfg: TokenizerConfig) -> Opened:
+    """Tokenize a text in memory, with a tokenizer built from it; its last ``val_fraction`` is for validation."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    tokenizer = tokenizers.build(cfg, [text])
+    tokens = tokenizer.encode_batch([text])[0].astype(shards.dtype_for(tokenizer.vocab_size))
+    split = int(len(tokens) * (1 - val_fraction))
+    return tokenizer, tokens[:split], tokens[split:]
+
+
 def open_foreign(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World) -> Opened:
     """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards.
 
@@ -140,9 +148,9 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
     if saved.exists() and not getattr(cfg, "path", None):
         return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
-    if cfg.name == "char" and text.exists():  # nanoGPT leaves it next to train.bin
-        return CharTokenizer(text.read_text(encoding="utf-8"))
-    if cfg.needs_text:
+    if cfg.built_from == "characters" and text.exists():  # nanoGPT leaves it next to train.bin
+        return tokenizers.build(cfg, [text.read_text(encoding="utf-8")])
+    if cfg.built_from:
         has_pickle = (folder / "meta.pkl").exists()
         pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)" if has_pickle else ""
         raise ConfigError(

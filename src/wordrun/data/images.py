@@ -4,7 +4,7 @@ images."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wordrun import compat_vision
-from wordrun.composer import data_home
 from wordrun.config_images import FakeImagesConfig, ImageFolderConfig, ImagesConfig
 from wordrun.data.examples import Augment, Splits
 from wordrun.errors import ConfigError, UserError, first_line
@@ -22,8 +20,6 @@ from wordrun.files import absolute
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Means and standard deviations of the colors, on a scale from 0 to 1."""
-CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-MNIST = (0.1307,), (0.3081,)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp")
 """Endings of the files of images in a folder."""
 HELD_OUT = 5
@@ -85,22 +81,6 @@ def digits(data: ImagesConfig) -> Splits:
     held_out = torch.arange(len(labels)) % HELD_OUT == 0
     train, val = (Images(pixels[part], labels[part], ((0.3,), (0.38,)), 16) for part in (~held_out, held_out))
     return splits(train, val, (1, 8, 8), 10, "scikit-learn's digits", shifted if data.augment else None)
-
-
-def mnist(data: ImagesConfig) -> Splits:
-    """Return MNIST: 60,000 training images of digits, 28x28 pixels, and 10,000 for validation."""
-    train, val = (Images(part.data[:, None], part.targets, MNIST) for part in _torchvision("MNIST", data))
-    return splits(train, val, (1, 28, 28), 10, f"MNIST in {_folder(data)}", shifted if data.augment else None)
-
-
-def cifar10(data: ImagesConfig) -> Splits:
-    """Return CIFAR-10: 50,000 color images, 32x32 pixels, and 10,000 for validation."""
-    train, val = (
-        Images(torch.from_numpy(part.data).permute(0, 3, 1, 2), torch.tensor(part.targets), CIFAR10)
-        for part in _torchvision("CIFAR10", data)
-    )
-    augment = shifted_or_flipped if data.augment else None
-    return splits(train, val, (3, 32, 32), 10, f"CIFAR-10 in {_folder(data)}", augment)
 
 
 def fake_images(data: FakeImagesConfig) -> Splits:
@@ -200,30 +180,6 @@ class Files:
                 f"data.path: {path} is not an image that can be decoded ({first_line(error)}): repair or replace it"
             ) from None
         return standardized(torch.from_numpy(pixels).permute(2, 0, 1).float() / 255, IMAGENET), label
-
-
-def _folder(data: ImagesConfig) -> Path:
-    return absolute(data.path or f"{data_home()}/{data.name}")
-
-
-def _torchvision(name: str, data: ImagesConfig) -> Iterator[Any]:
-    """Yield the training and test set of torchvision's dataset ``name``, downloading it if it is missing.
-
-    Raises:
-        UserError: it is not there and cannot be downloaded.
-    """
-    cls = getattr(compat_vision.torchvision("datasets", f"data={data.name}"), name)
-    for train in (True, False):
-        try:
-            yield cls(str(_folder(data)), train=train, download=True)
-        except Exception as error:  # any error from the network or the disk
-            # MNIST's has a heading and what each mirror answered; the others have one line.
-            reason = first_line(str(error).strip().rpartition("\n")[2] or error)
-            raise UserError(
-                f"data={data.name} is not in {_folder(data)} and could not be downloaded ({reason}). On a "
-                f"machine with network access (a login node), start any run with it; or use data=digits, which needs "
-                "no download."
-            ) from None
 
 
 def optional(module: str, user: str) -> Any:

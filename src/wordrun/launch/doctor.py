@@ -220,8 +220,8 @@ def _mpi(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
         return _check("MPI", wrong if count > 1 else "", plan.launcher.mpi_remedy, ok, "warning")
     wrong = "" if sizes == {count} else f"sees {sorted(map(str, sizes))} where {launcher} started {count}"
     remedy = (
-        "the launcher and the MPI library that mpi4py loads do not match: use the library's own mpiexec, "
-        "under srun an --mpi type that it supports (srun --mpi=list), or rebuild mpi4py"
+        f"{launcher} and the MPI library that mpi4py loads do not match: {plan.launcher.mpi_remedy}; or use the "
+        "library's own mpiexec, or rebuild mpi4py"
     )
     return _check("MPI", wrong, remedy, f"sees {count} ranks, as many as {launcher} started")
 
@@ -247,9 +247,7 @@ def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
     have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
     wrong = f"each rank is limited to 1 core, although {have} per rank are available" if least == 1 < have else ""
-    remedy = (
-        "srun needs -c (SLURM 22.05 and later do not inherit it), Open MPI needs --bind-to none: see launch --dry-run"
-    )
+    remedy = ": ".join(filter(None, (plan.launcher.cores_remedy, "see the launcher's arguments in launch --dry-run")))
     ok = f"{least}, shared by {plan.ranks.ppn} ranks" if least > have else f"{least} per rank"
     return _check("cores", wrong, remedy, ok)
 
@@ -287,8 +285,9 @@ def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) ->
             owner = owners.setdefault((rank["host"], str(name)), rank["rank"])
             if owner != rank["rank"]:
                 found = f"{where} uses the same device as rank {owner}: {name}"
-                remedy = "let each rank see all devices of its node (srun: --gpus-per-node with --gpu-bind=none)"
-                return [Finding("device order", "wrong", found, f"{remedy}, or one of its own")]
+                how = f" ({plan.launcher.devices_remedy})" * bool(plan.launcher.devices_remedy)
+                remedy = f"let each rank see all devices of its node{how}, or one of its own"
+                return [Finding("device order", "wrong", found, remedy)]
         bound = {core % half for core in rank["affinity"]}
         if device is not None and device < len(near) and bound and not bound & numbers(near[device]):
             found = f"{where} uses device {device}, next to cores {near[device]}, but is bound to none of them"

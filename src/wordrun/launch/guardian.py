@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
+from wordrun import slurm
 from wordrun.launch import processes, program
 from wordrun.launch.address import free_port
 from wordrun.launch.launchers.base import PASSED_ON
@@ -242,11 +243,7 @@ def own_variables(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> 
         "WORDRUN_GENERATION": message["generation"], "TORCHELASTIC_RESTART_COUNT": message["generation"],
         "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"], "MASTER_PORT": message["port"],
     }  # fmt: skip
-    if "SLURM_PROCID" in os.environ:  # srun's own describe the guardians
-        each = ",".join(map(str, used))
-        own |= {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
-        own |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), size)
-        own |= dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each)
+    own |= slurm.task_variables(os.environ, rank, local, node, used)  # srun's own describe the guardians
     first = {name: os.environ[name] for name in ("MASTER_ADDR", "WORDRUN_HOSTS") if name in os.environ}
     return {**first, **message["env"], **{name: str(value) for name, value in own.items()}}
 

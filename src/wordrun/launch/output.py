@@ -54,6 +54,37 @@ class Pipe:
     held: bytes | None = None
     """After Ctrl-C, the rank's traceback and what follows it."""
 
+    def complete_lines(self, chunk: bytes) -> bytes:
+        """Return the complete lines with ``chunk``, and keep the rest; at the end of the pipe (b""), return all."""
+        data = self.pending + chunk
+        # A carriage return begins a line that overwrites the last one.
+        end = max(data.rfind(b"\n") + 1, data.rfind(b"\r"), 0) if chunk else len(data)
+        if not self.pending or end:
+            self.since = time.monotonic()
+        self.pending = data[end:]
+        return data[:end]
+
+    def take_pending(self) -> bytes:
+        """Return the incomplete line, and keep nothing of it."""
+        part, self.pending = self.pending, b""
+        return part
+
+    def hold_traceback(self, text: bytes) -> bytes:
+        """Hold ``text`` back from the traceback on, if one has begun; return what comes before it."""
+        if self.held is not None:
+            self.held += text
+            return b""
+        begin = TRACEBACK.search(text)
+        if begin is None:
+            return text
+        self.held = text[begin.start() :]
+        return text[: begin.start()]
+
+    def take_held(self) -> bytes:
+        """Return what was held back, and hold it no longer."""
+        held, self.held = self.held or b"", None
+        return held
+
 
 @dataclass
 class Output:
@@ -140,13 +171,7 @@ class Output:
         if chunk and pipe.own and pipe.sink == 1:
             self.report += chunk
             return
-        data = pipe.pending + chunk
-        # A carriage return begins a line that overwrites the last one.
-        end = max(data.rfind(b"\n") + 1, data.rfind(b"\r")) if chunk else len(data)
-        if not pipe.pending or end:
-            pipe.since = time.monotonic()
-        pipe.pending = data[max(end, 0) :]
-        if not (self._show(pipe, data[: max(end, 0)]) and chunk):
+        if not (self._show(pipe, pipe.complete_lines(chunk)) and chunk):
             self._close(pipe)
 
     def forward_partial(self, *, at_once: bool = False) -> bool:
@@ -158,10 +183,8 @@ class Output:
             now, since = time.monotonic(), pipe.since
             quiet_since = now if unread else max(since, self.wrote[pipe.sink])
             due = at_once or now > min(quiet_since + PARTIAL_S, since + MIXED_S)
-            if pipe.pending and due and pipe.fd not in unread:
-                part, pipe.pending = pipe.pending, b""
-                if not self._show(pipe, part):
-                    self._close(pipe)
+            if pipe.pending and due and pipe.fd not in unread and not self._show(pipe, pipe.take_pending()):
+                self._close(pipe)
             waiting |= bool(pipe.pending)
         return waiting
 
@@ -186,8 +209,8 @@ class Output:
         else:
             self._write(1, self.report)
         for pipe in self._open_pipes():
-            held, pipe.held = pipe.held, None
-            if held and b"KeyboardInterrupt" in held:
+            held = pipe.take_held()
+            if b"KeyboardInterrupt" in held:
                 self._fold(held)
             elif held:
                 self.interrupted = False
@@ -217,11 +240,8 @@ class Output:
             text = self._patterns[self.quiet].sub(b"", text)
         if pipe.sink == 2 and pipe.rank is not None:
             self.tails[pipe.rank].add(text)
-            if self.interrupted and pipe.held is None and (begin := TRACEBACK.search(text)):
-                text, pipe.held = text[: begin.start()], text[begin.start() :]
-            elif pipe.held is not None:
-                pipe.held += text
-                return True
+            if self.interrupted or pipe.held is not None:
+                text = pipe.hold_traceback(text)
         if pipe.sink == 2:
             self.tail.add(text)
         return self._write(pipe.sink, text)

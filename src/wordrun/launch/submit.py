@@ -198,8 +198,7 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
             so_far = f"; submitted before it: {' '.join(jobs)}" if jobs else ""
             refused = f"{shlex.join(words)} refused the job (exit status {done.returncode}{so_far})"
             raise SubmitError(f"{refused}:\n{(done.stderr or done.stdout).strip()}")
-        # sbatch --parsable adds the cluster's name after a semicolon.
-        jobs.append(done.stdout.strip().partition(";")[0])
+        jobs.append(scheduler.job_id(done.stdout))
     return jobs
 
 

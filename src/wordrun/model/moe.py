@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +42,14 @@ class Common:
     def __init__(self) -> None:
         self.routed = MoE.routed
         """The function, possibly excluded from compilation; the same for all blocks, which share compiled code."""
+
+    def divide_sequences(self, context: Context) -> None:
+        """Balance the loads of sequences that are divided among the ranks of ``context``."""
+        self.context = context
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Remember the gradient of the losses, (B,), for the backward passes of the blocks."""
+        self.gradient = gradient
 
     def leave_uncompiled(self) -> None:
         """Leave ``routed`` as it is in a compiled model."""
@@ -241,7 +248,7 @@ class MixtureOfExperts(Llama):
     def divide_sequences(self, context: Context) -> None:
         """Train and evaluate on this rank's part of each sequence, and balance the loads of complete ones."""
         super().divide_sequences(context)
-        self.common.context = context
+        self.common.divide_sequences(context)
 
     @property
     def routers(self) -> list[Router]:
@@ -255,8 +262,7 @@ class MixtureOfExperts(Llama):
         """
         losses = super().losses(batch)
         if self.cfg.balance_loss and losses.requires_grad:
-            hook = partial(setattr, self.common, "gradient")
-            losses.register_hook(hook)  # type: ignore[no-untyped-call]
+            losses.register_hook(self.common.set_gradient)  # type: ignore[no-untyped-call]
         return losses
 
     @torch.no_grad()

@@ -96,7 +96,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
         if isinstance(described, GPTConfig) and not getattr(cfg, "bias", True):
             # transformers' GPT-2 always has biases, 0 if the model was trained without.
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
-            described.bias = any(bool(files[name].any()) for name in biases)
+            described = replace(described, bias=any(bool(files[name].any()) for name in biases))
         found, words = differences(folder, described, cfg, vocab_size, str(facts["model_type"]))
         problems += found
     if isinstance(described, MoEConfig):
@@ -152,8 +152,7 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    cfg.name = KINDS[kind][2]
-    return cfg
+    return replace(cfg, name=KINDS[kind][2])
 
 
 def _gpt2(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:

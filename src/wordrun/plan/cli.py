@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 from wordrun import errors, log
 from wordrun.arguments import describe, parse
@@ -15,7 +16,7 @@ from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Planner
 from wordrun.plan.options import PlanConfig, hardware, speeds
-from wordrun.plan.shapes import TOKENIZERS, shapes_of
+from wordrun.plan.shapes import shapes_of
 
 USAGE = """\
 Estimate the memory that a model needs per device under every backend, and recommend a backend.
@@ -63,7 +64,8 @@ def plan(arguments: Sequence[str]) -> show.Report:
     target = hardware(options)
     cfg = compose(overrides)
     if cfg.train.dtype in ("auto", "bf16"):
-        cfg.train.dtype = "bf16" if target.bf16 else "fp32"  # same choice as in a run
+        dtype = "bf16" if target.bf16 else "fp32"  # same choice as in a run
+        cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
     if cfg.train.float8 != "none" and not target.float8:
         raise errors.ConfigError(
             f"train.float8={cfg.train.float8} needs an NVIDIA GPU of the Ada or Hopper generation or later, which "
@@ -84,9 +86,9 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
     for name, (size, whose) in PRESETS.items():
         if cfg.model.name.startswith(name):
             return size, f"assumed: {whose}; model.vocab_size=N for another"
-    if cfg.tokenizer.name in TOKENIZERS:
-        return TOKENIZERS[cfg.tokenizer.name], f"tokenizer={cfg.tokenizer.name}"
-    if (size := getattr(cfg.tokenizer, "vocab_size", None)) is not None:
+    if (size := cfg.tokenizer.known_vocab_size) is not None:
+        return size, f"tokenizer={cfg.tokenizer.name}"
+    if (size := getattr(cfg.tokenizer, "vocab_size", None)) is not None:  # its maximum, before it is trained
         return size, "tokenizer.vocab_size"
     if cfg.data.name == "shakespeare":
         return 65, "the characters of data=shakespeare"

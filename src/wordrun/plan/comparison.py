@@ -16,7 +16,7 @@ from wordrun.launch.job import count_devices
 from wordrun.layouts import layout
 from wordrun.plan.budget import within_budget
 from wordrun.plan.fit import Fit, Room, gib, table
-from wordrun.plan.shapes import TOKENIZERS, needs_torch, shapes_of
+from wordrun.plan.shapes import needs_torch, shapes_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def refuse_before_torch(cfg: Config, world: World) -> None:
         return
     at = layout(cfg.backend, world.size, world.local_size)
     cfg = replace(cfg, train=replace(cfg.train, dtype=least_dtype(cfg.train.dtype)))
-    model = shapes_of(cfg.model, TOKENIZERS.get(cfg.tokenizer.name, 1))
+    model = shapes_of(cfg.model, cfg.tokenizer.known_vocab_size or 1)
     fit = within_budget(Fit(cfg, model, at, world.local_size, on_cpu=True))
     Comparison(fit, Room(memory / world.local_size), world.host).refuse()
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from wordrun.model import Transformer
 
-TOKENIZERS = {"gpt2": 50257, "byte": 257}
-"""Vocabulary sizes of tokenizers with a fixed vocabulary."""
-
 
 class NoEstimateError(ConfigError):
     """The plan does not cover this model or backend."""

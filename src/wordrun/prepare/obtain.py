@@ -10,10 +10,9 @@ from pathlib import Path
 from wordrun import dist
 from wordrun.composer import compose
 from wordrun.config import Config, TextConfig, TokenizerConfig
-from wordrun.data.corpus import Corpus, MixPart, Opened, open_foreign, open_prepared
+from wordrun.data.corpus import Corpus, MixPart, open_foreign, open_prepared, open_text
 from wordrun.data.manifest import is_complete
-from wordrun.data.shards import Tokens, dtype_for
-from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.data.shards import Tokens
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
 from wordrun.prepare import fingerprint, lock, run, stage
@@ -48,7 +47,8 @@ def _obtain(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World, *, 
 
     source, text, folder = dist.share(find() if world.rank == 0 else None, world)
     if text is not None:
-        opened = read_text(source, text)
+        documents = "".join(document.text for document in source.documents(text))
+        opened = open_text(documents, data.val_fraction, tokenizer)
     elif source.is_tokens and not (data.prepared or data.stage):
         opened = open_foreign(data, tokenizer, world)
     else:
@@ -61,20 +61,10 @@ def _obtain(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World, *, 
 
 def _small_text(source: Source, tokenizer: TokenizerConfig) -> WorkItem | None:
     """Return the work item of a text too small to be worth preparing, else None."""
-    if tokenizer.name != "char" or source.data.prepared or source.data.stage:
+    if tokenizer.built_from != "characters" or source.data.prepared or source.data.stage:
         return None
     text = source.single_text()
     return text if text is not None and text.size <= IN_MEMORY else None
-
-
-def read_text(source: Source, item: WorkItem) -> Opened:
-    """Read a text and tokenize it by character; the last data.val_fraction is the validation split."""
-    text = "".join(document.text for document in source.documents(item))
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    tokenizer = CharTokenizer(text)
-    tokens = tokenizer.encode_batch([text])[0].astype(dtype_for(tokenizer.vocab_size))
-    split = int(len(tokens) * (1 - source.data.val_fraction))
-    return tokenizer, tokens[:split], tokens[split:]
 
 
 def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, world: dist.World) -> None:
@@ -170,7 +160,7 @@ def _parts_of_mix(cfg: Config) -> list[TextConfig]:
         if part.kind == "pairs":
             raise ConfigError(f"data.mix: {name} has prompts and answers, which cannot be mixed: use data={name}")
         parts.append(replace(part, stage=cfg.text.stage, workers=cfg.text.workers))
-    if cfg.tokenizer.needs_text and any(part.kind != "shards" for part in parts):
+    if cfg.tokenizer.built_from and any(part.kind != "shards" for part in parts):
         raise ConfigError(
             f"data=mix: tokenizer={cfg.tokenizer.name} would be different for each text: use tokenizer=gpt2 or byte, "
             "or a trained one with tokenizer=bpe tokenizer.path=FILE"

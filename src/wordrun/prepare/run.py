@@ -17,10 +17,9 @@ from itertools import chain
 from pathlib import Path
 
 from wordrun import files
-from wordrun.config import BPETokenizerConfig, TokenizerConfig
+from wordrun.config import TokenizerConfig
 from wordrun.data import manifest as manifests, shards, tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
-from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist import World
 from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
@@ -31,7 +30,7 @@ from wordrun.prepare.sources.files import extent
 POLL_S = 0.2
 """Seconds between polls of the other ranks' progress."""
 SAMPLED = 256
-"""Maximum number of evenly spaced work items to train tokenizer=bpe on."""
+"""Maximum number of evenly spaced work items from which a tokenizer gets its sample."""
 
 
 @dataclass
@@ -100,7 +99,7 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
         if made is not None:
             writer.write_text(ready, made.to_json())
     todo = {"shards": [item.number for item in items if not _is_done(folder, item)]}
-    if tokenizer.name == "char" and not ready.exists():
+    if tokenizer.built_from == "characters" and not ready.exists():
         todo["characters"] = [
             i.number for i in items if not tokenize.record_of(folder, "characters", i.number).exists()
         ]
@@ -189,11 +188,10 @@ def _do_share(task: str, preparation: Preparation, world: World, show: Show) -> 
 
 def _tokenizer(preparation: Preparation) -> Tokenizer:
     cfg = preparation.tokenizer
-    if cfg.name == "char":
+    if cfg.built_from == "characters":
         records = (tokenize.record_of(preparation.folder, "characters", item.number) for item in preparation.items)
-        return CharTokenizer("".join(json.loads(path.read_text("utf-8"))["characters"] for path in records))
-    assert isinstance(cfg, BPETokenizerConfig)
-    return tokenizers.build(cfg, _sample(preparation, cfg.train_mb * 2**20))
+        return tokenizers.build(cfg, (json.loads(path.read_text("utf-8"))["characters"] for path in records))
+    return tokenizers.build(cfg, _sample(preparation, cfg.sample_mb * 2**20))
 
 
 def _sample(preparation: Preparation, size: int) -> Iterator[str]:

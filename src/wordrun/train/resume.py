@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wordrun import dist
+from wordrun import dist, slurm
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.config import RENAMED, Config, to_plain, value_text
@@ -93,7 +93,7 @@ def check_source(cfg: Config, world: dist.World, check: Callable[[str], None]) -
 
 def restarted() -> bool:
     """Return whether a scheduler or ``launch`` has restarted this run."""
-    return bool(os.environ.get("WORDRUN_RESUME")) or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    return bool(os.environ.get("WORDRUN_RESUME")) or slurm.is_restarted(os.environ)
 
 
 def continues(cfg: Config, run_dir: Path) -> bool:

@@ -14,7 +14,7 @@ from wordrun.registry import part_of, parts
 
 
 def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer that ``cfg`` describes; char and bpe are built from ``texts``.
+    """Return the tokenizer that ``cfg`` describes, built from ``texts`` if it needs some (``cfg.built_from``).
 
     Raises:
         ConfigError: if its file is missing or invalid.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from wordrun.config import TokenizerConfig
+from wordrun.config import ByteTokenizerConfig, CharTokenizerConfig
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
 from wordrun.errors import ConfigError
 
@@ -36,7 +36,7 @@ class CharTokenizer(Tokenizer):
         self._table = of_ascii.astype(np.uint8).tobytes().ljust(256, ABSENT) if self.vocab_size <= ABSENT[0] else b""
 
     @classmethod
-    def build(cls, cfg: TokenizerConfig, texts: Iterable[str] = ()) -> CharTokenizer:
+    def build(cls, cfg: CharTokenizerConfig, texts: Iterable[str] = ()) -> CharTokenizer:
         """Return the tokenizer of the characters in ``texts``."""
         return cls("".join({character for text in texts for character in distinct(text)}))
 
@@ -90,7 +90,7 @@ class ByteTokenizer(Tokenizer):
     eot = 256
 
     @classmethod
-    def build(cls, cfg: TokenizerConfig, texts: Iterable[str] = ()) -> ByteTokenizer:
+    def build(cls, cfg: ByteTokenizerConfig, texts: Iterable[str] = ()) -> ByteTokenizer:
         """Return the tokenizer, which has no options."""
         return cls()
 

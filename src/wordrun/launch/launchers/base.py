@@ -62,6 +62,10 @@ class Launcher:
     """How to install or load one."""
     mpi_remedy: ClassVar[str] = "for MPI programs, --launcher hydra or openmpi"
     """What to do if its ranks do not know each other by MPI."""
+    cores_remedy: ClassVar[str] = ""
+    """What to do if it limits each rank to one core."""
+    devices_remedy: ClassVar[str] = ""
+    """How it lets each rank see all devices of its node."""
     binds_one: ClassVar[bool] = True
     """Whether it binds a node's only process to some of the cores by default."""
     stale: ClassVar[tuple[str, ...]] = ()

@@ -15,6 +15,7 @@ class OpenMPI(Launcher):
     version_texts = ("Open MPI", "OpenRTE", "PRRTE", "prterun")
     stale = ("OMPI_COMM_WORLD_",)
     host_line = "{host} slots={ranks}\n"
+    cores_remedy = "mpirun needs --bind-to none"
     daemons = ("orted", "prted")
     own_lines = "mpirun: |mpiexec: "
     direct = PASSED_ON  # after INT and TERM it would soon kill the ranks

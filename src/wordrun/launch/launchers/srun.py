@@ -40,6 +40,8 @@ class Srun(Launcher):
     death_signal = signal.SIGTERM
     is_step, binds_one = True, False  # a step's only task has all cores
     mpi_remedy = "choose an --mpi type that the library supports (srun --mpi=list): launch --launcher-args --mpi=TYPE"
+    cores_remedy = "srun needs -c (SLURM 22.05 and later do not inherit it)"
+    devices_remedy = "srun: --gpus-per-node with --gpu-bind=none"
     keep_going = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
     single = ("--overlap",)
 

@@ -109,6 +109,10 @@ class Scheduler:
         """Return the command that submits the script ``path``, to start after the job ``previous`` has ended."""
         raise NotImplementedError
 
+    def job_id(self, text: str) -> str:
+        """Return the job's id from the output of ``submit_command``."""
+        return text.strip()
+
     def sends_warning(self, options: Options) -> bool:
         """Return whether the scheduler itself sends ranks the SIGUSR1 of --walltime-margin."""
         return False

@@ -113,6 +113,10 @@ class Slurm(Scheduler):
         """Return sbatch's command line."""
         return ["sbatch", "--parsable", *([f"--dependency=afterany:{previous}"] if previous else []), path]
 
+    def job_id(self, text: str) -> str:
+        """Return the id: sbatch --parsable adds the cluster's name after a semicolon."""
+        return text.strip().partition(";")[0]
+
     def sends_warning(self, options: Options) -> bool:
         """Return whether srun starts the ranks: sbatch's --signal reaches them, but would kill another launcher."""
         return options.launcher in (None, "srun")

@@ -109,7 +109,7 @@ class Source:
 
     def tokenizer(self, cfg: TokenizerConfig) -> Tokenizer | None:
         """Return the tokenizer, or None if it is built from the text."""
-        return None if cfg.needs_text else tokenizers.build(cfg)
+        return None if cfg.built_from else tokenizers.build(cfg)
 
 
 def cleaned(texts: Iterable[str | None]) -> Iterator[Document]:
