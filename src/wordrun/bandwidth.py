@@ -197,12 +197,12 @@ def operations(world: World, group: Group) -> dict[str, tuple[Callable[[int], Ca
         return lambda: td.all_reduce(x, group=handle)
 
     def all_gather(size: int) -> Call:
-        part, whole = buffer(size), buffer(size, n)
-        return lambda: compat_context.all_gather_single(whole, part, group=handle)
+        shard, full = buffer(size), buffer(size, n)
+        return lambda: compat_context.all_gather_single(full, shard, group=handle)
 
     def reduce_scatter(size: int) -> Call:
-        part, whole = buffer(size), buffer(size, n)
-        return lambda: compat_context.reduce_scatter_single(part, whole, group=handle)
+        shard, full = buffer(size), buffer(size, n)
+        return lambda: compat_context.reduce_scatter_single(shard, full, group=handle)
 
     def broadcast(size: int) -> Call:
         x = torch.zeros(max(1, size // 4), device=device)

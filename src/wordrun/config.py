@@ -134,8 +134,8 @@ class TransformerConfig(TextModelConfig):
         """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
 
-    def active_share(self) -> float:
-        """Return the share of its experts that a token uses."""
+    def active_fraction(self) -> float:
+        """Return the fraction of its experts that a token uses."""
         return 1.0
 
     def layers_with_values(self) -> set[int]:
@@ -309,8 +309,8 @@ class MoEConfig(LlamaConfig):
         if self.mup:
             yield "model.mup=true does not cover a mixture of experts: use model.mup=false, or a model without experts"
 
-    def active_share(self) -> float:
-        """Return the share of its experts that a token uses."""
+    def active_fraction(self) -> float:
+        """Return the fraction of its experts that a token uses."""
         return self.n_active / self.n_experts
 
 

@@ -69,8 +69,8 @@ def _on(cfg: Config, want: Asked, ranks: int) -> Config:
         raise ConfigError(f"train.backend={cfg.train.backend} resumes on the same number of ranks only")
     if cfg.optimizer.scale_lr != "none":
         raise ConfigError(f"optimizer.scale_lr={cfg.optimizer.scale_lr} changes the learning rate with the ranks")
-    whole = layout(cfg.backend, want.most, want.per_node)
-    batch = cfg.train.global_batch_size or accumulation(cfg, whole.dp) * cfg.model.batch_size * whole.dp
+    full = layout(cfg.backend, want.most, want.per_node)
+    batch = cfg.train.global_batch_size or accumulation(cfg, full.dp) * cfg.model.batch_size * full.dp
     at = layout(cfg.backend, ranks, min(want.per_node, ranks))
     common = math.gcd(batch, *(size for _, size in cfg.train.ramp()))
     if common % at.dp:

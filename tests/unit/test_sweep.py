@@ -25,7 +25,7 @@ from wordrun.sweep import grid, part, search
 from wordrun.sweep.folder import Sweep
 from wordrun.sweep.jobs import together
 from wordrun.sweep.options import LauncherOptions
-from wordrun.sweep.places import divide
+from wordrun.sweep.placements import divide
 from wordrun.train.cli import main, sweep_points
 
 if TYPE_CHECKING:

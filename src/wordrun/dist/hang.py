@@ -54,7 +54,7 @@ class Answer:
         """Return the first collective of ``group`` that it waits for."""
         return min((each for each in self.pending if each["group"] == group), key=lambda e: e["seq"], default=None)
 
-    def place(self, blocked: str) -> str:
+    def location(self, blocked: str) -> str:
         """Return what the rank does, to follow "is" or "are" in a message about a collective of group ``blocked``."""
         if self.state:
             return f"{self.state}{f' at {self.line}' if self.line else ''}"
@@ -110,16 +110,16 @@ def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, 
         are = "is" if len(silent) == 1 else "are"
         sentences.append(f"{names(silent, hosts_of(silent, by_rank, world), layout)} {are} silent")
     first = blocked.missing if blocked else frozenset[int]()
-    places: dict[tuple[bool, str], list[int]] = {}
+    locations: dict[tuple[bool, str], list[int]] = {}
     for answer in answers:
-        place = answer.place(blocked.group if blocked else "")
-        places.setdefault((answer.rank not in first, place), []).append(answer.rank)
-    ordered = sorted(places.items(), key=lambda item: (item[0][0], len(item[1])))
-    for (_, place), ranks in ordered[:GROUPS]:
+        location = answer.location(blocked.group if blocked else "")
+        locations.setdefault((answer.rank not in first, location), []).append(answer.rank)
+    ordered = sorted(locations.items(), key=lambda item: (item[0][0], len(item[1])))
+    for (_, location), ranks in ordered[:GROUPS]:
         are = "is" if len(ranks) == 1 else "are"
-        sentences.append(f"{names(ranks, hosts_of(ranks, by_rank, world), layout)} {are} {place}")
+        sentences.append(f"{names(ranks, hosts_of(ranks, by_rank, world), layout)} {are} {location}")
     if len(ordered) > GROUPS:
-        sentences.append(f"the other ranks are at {len(ordered) - GROUPS} other places")
+        sentences.append(f"the other ranks are at {len(ordered) - GROUPS} other lines")
     return "; ".join(sentences)
 
 

@@ -144,8 +144,8 @@ class Meeting:
         alone = self.plan.env.get("MASTER_ADDR") == "127.0.0.1" and self.plan.job.is_local
         elsewhere = self.plan.options.hostfile or self.plan.options.launcher_args
         of_all = not here.rpartition(":")[0].strip("0")
-        place = _port(here) == self._port if rank else bool(self._ranks)
-        return bool(alone and not elsewhere and of_all and place)
+        of_ranks = _port(here) == self._port if rank else bool(self._ranks)
+        return bool(alone and not elsewhere and of_all and of_ranks)
 
     def _is_meeting(self, rank: str, here: str, there: str, ends: dict[tuple[str, str], str]) -> bool:
         """Return whether a connection of ``rank`` leads to another rank, or may do so."""

@@ -99,7 +99,7 @@ class ModelShapes:
     def active_parameters(self) -> int:
         """Number of parameters that a token uses."""
         experts = numel([each for each in self.block if each.expert])
-        return self.parameters - round(len(self.layers) * experts * (1 - self.cfg.active_share()))
+        return self.parameters - round(len(self.layers) * experts * (1 - self.cfg.active_fraction()))
 
     @property
     def largest_layer(self) -> tuple[str, int]:

@@ -75,7 +75,7 @@ def show(screen: Console, report: Report) -> None:
     planner, advice, hardware = report.planner, report.advice, report.planner.hardware
     model, train = planner.model, planner.cfg.train
     name, layer = model.largest_layer
-    active = f", {_count(model.active_parameters)} active parameters," if model.cfg.active_share() < 1 else ""
+    active = f", {_count(model.active_parameters)} active parameters," if model.cfg.active_fraction() < 1 else ""
     screen.print(
         f"{planner.cfg.model.name}: {_count(model.parameters)} parameters{active} in {model.cfg.n_layer} blocks; the "
         f"largest layer, the {name}, has {_count(layer)}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"

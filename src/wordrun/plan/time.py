@@ -125,7 +125,7 @@ def assumed(model: ModelShapes, peak: float) -> Speeds:
     attention = 12 * model.cfg.n_embd * sum(model.cfg.attention_spans()) / model.cfg.n_layer
     products = [6 * numel([each for each in some if each.matmul]) for some in (model.block, model.last)]
     experts = 6 * numel([each for each in model.block if each.expert])
-    block, rest = products[0] - experts * (1 - model.cfg.active_share()) + attention, products[1]
+    block, rest = products[0] - experts * (1 - model.cfg.active_fraction()) + attention, products[1]
     speed = ASSUMED_SHARE * peak
     return Speeds(block / speed, rest / speed, 0.0)
 

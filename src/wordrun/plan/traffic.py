@@ -53,24 +53,24 @@ def traffic(options: BackendConfig, model: ModelShapes, strategy: Strategy, pp_r
 @traffic.register(DDPConfig)
 def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     ranks, size = strategy.layout.dp, 2 if options.compress == "bf16" else FP32
-    whole = size * numel(model.stage(model.layers))
-    return [Traffic("all_reduce", ranks, ring(2, ranks) * whole, min(whole, options.bucket_cap_mb * 2**20))]
+    total = size * numel(model.stage(model.layers))
+    return [Traffic("all_reduce", ranks, ring(2, ranks) * total, min(total, options.bucket_cap_mb * 2**20))]
 
 
 @traffic.register(DeepSpeedConfig)
 def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     ranks, stage = strategy.layout.dp, options.stage
-    whole = strategy.compute * model.parameters
+    total = strategy.compute * model.parameters
     bucket = strategy.compute * min(model.parameters, options.bucket_elements or DEEPSPEED_BUCKET)
     sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
     gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
     # Gradients go into buckets (at stage 3 from there into another, in the order of the ranks that get them), a rank's
     # part of them to its optimizer, and the updated part back.
     buckets = 2 if stage == 3 else 1
-    copied = whole * ((buckets + 1 / ranks) * (strategy.gas if stage >= 2 else 1) + 2 / ranks)
+    copied = total * ((buckets + 1 / ranks) * (strategy.gas if stage >= 2 else 1) + 2 / ranks)
     return [
-        Traffic("reduce_scatter", ranks, whole * sums, bucket, copied),
-        Traffic("all_gather", ranks, whole * gathers, bucket, whole * 2 * strategy.gas if stage == 3 else 0.0),
+        Traffic("reduce_scatter", ranks, total * sums, bucket, copied),
+        Traffic("all_gather", ranks, total * gathers, bucket, total * 2 * strategy.gas if stage == 3 else 0.0),
     ]
 
 
@@ -103,8 +103,8 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
 def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     """An island's own traffic, and the exchange among islands, as its share of a step."""
     mine, islands = on_island(strategy, options), strategy.layout.islands
-    whole = options.bytes_per_weight * numel(model.stage(model.layers), shard=mine.layout.shards)
-    once, message = ring(1, islands) * whole / options.sync_every, whole / options.fragments
+    total = options.bytes_per_weight * numel(model.stage(model.layers), shard=mine.layout.shards)
+    once, message = ring(1, islands) * total / options.sync_every, total / options.fragments
     exchange = [Traffic("all_reduce", islands, 2 * once, message)]
     if options.exchange_bits < 32:
         exchange = [Traffic(each, islands, once, message) for each in ("all_to_all", "all_gather")]
@@ -140,8 +140,8 @@ def _sharding(
         experts = sum(len(layers) for layers in stages) * numel([p for p in model.block if p.expert], ep=at.ep)
         once -= experts * (ring(1, at.shards) - ring(1, at.expert_shard))
     # Gathered into a buffer, and copied from there; gradients are copied into a buffer, of which a part remains.
-    whole = count * (at.shards > 1)
-    copied = 2 * whole * strategy.compute * gathers, (1 + 1 / at.shards) * whole * size * sums
+    total = count * (at.shards > 1)
+    copied = 2 * total * strategy.compute * gathers, (1 + 1 / at.shards) * total * size * sums
     return [
         Traffic("all_gather", at.shards, once * strategy.compute * gathers, block * strategy.compute, copied[0]),
         Traffic("reduce_scatter", at.shards, once * size * sums, block * size, copied[1]),

@@ -127,17 +127,17 @@ class RankTimer:
         cfg = replace(self.cfg.transformer.one_block(), n_layer=layers)
         return materialize(meta_model(cfg, self.vocab_size, multiple=multiple), 0, self.device)
 
-    def _split(self, tp: int, whole: Sequence[Transformer], sequences: int) -> list[float]:
+    def _split(self, tp: int, complete: Sequence[Transformer], sequences: int) -> list[float]:
         """Return what tensor parallelism adds to both passes of a block, and of the rest of the model [s].
 
         Groups of ``tp`` neighbors compute the model together, all groups at the same time. What that takes beyond
-        their share of the whole model's time, and beyond the messages alone, is the work of each operation to find out
-        how its tensors are divided, and the wait for the other ranks at each message. All are measured in the same
+        their share of the complete model's time, and beyond the messages alone, is the work of each operation to find
+        out how its tensors are divided, and the wait for the other ranks at each message. All are measured in the same
         turns, because it is a difference.
 
         Args:
             tp: ranks in a group.
-            whole: models with one and with two blocks.
+            complete: models with one and with two blocks.
             sequences: in the batch.
         """
         cfg = self.cfg.transformer
@@ -150,7 +150,7 @@ class RankTimer:
         ranks = tuple(td.get_process_group_ranks(mesh.get_group()))
         calls = bandwidth.operations(self.world, bandwidth.Group("axis tp", ranks, mesh.get_group()))
         both = [calls[name][0](message) for name in ("all_gather", "reduce_scatter")]
-        passes = self._passes([*whole, *models], sequences)
+        passes = self._passes([*complete, *models], sequences)
         *times, seconds = self._seconds(*passes, lambda: [call() for call in both for _ in range(PAIRS)])
         undivided, divided = block_and_rest(*times[:2]), block_and_rest(*times[2:])
         pair = seconds / PAIRS

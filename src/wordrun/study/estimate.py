@@ -117,11 +117,11 @@ class Estimates:
             UserError: its output cannot be written.
         """
         output = self.folder / "logs" / f"{name}.txt"
-        whole = [*launch_command([*self.args.launch, *words]), sys.executable, "-m", *command]
+        command_line = [*launch_command([*self.args.launch, *words]), sys.executable, "-m", *command]
         try:
             output.parent.mkdir(exist_ok=True)
             with output.open("wb") as stream:
-                done = subprocess.run(whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+                done = subprocess.run(command_line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
         except OSError as error:
             raise UserError(f"cannot write {output}: {error.strerror}") from None
         return output if done.returncode else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, show
-from wordrun.sweep import places
+from wordrun.sweep import placements
 from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.options import LauncherOptions
 from wordrun.sweep.pool import Ended, Pool
@@ -49,13 +49,13 @@ def launch(
         from wordrun.sweep import jobs
 
         return jobs.submit(sweep, [point for point in points if point.state() not in ("finished", "running")])
-    found = places.find(options)
+    found = placements.find(options)
     sweep.save()
     return run(sweep, points, found)
 
 
-def run(sweep: Sweep, points: Sequence[Point], found: Sequence[places.Place]) -> int:
-    """Run those of ``points`` that have not finished, in the places ``found``, and return the exit status."""
+def run(sweep: Sweep, points: Sequence[Point], found: Sequence[placements.Placement]) -> int:
+    """Run those of ``points`` that have not finished, in the placements ``found``, and return the exit status."""
     states = {point.number: point.state() for point in points}
     todo = deque(point for point in points if states[point.number] not in ("finished", "running"))
     skipped = len(points) - len(todo)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := [word for word in arguments[1:] if word not in known]:
             raise ConfigError(f"{unknown[0]} is not a point of {arguments[0]}, which has points 0 to {len(known) - 1}")
         points = [known[word] for word in arguments[1:]] or sweep.points
-        found = places.find(sweep.options)
+        found = placements.find(sweep.options)
         return run(sweep, points, found)
     except UserError as error:
         return show(error)

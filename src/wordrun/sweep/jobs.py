@@ -81,8 +81,8 @@ def job(sweep: Sweep, chunk: Sequence[Point]) -> Options:
         raise ConfigError(f'hydra.launcher.args="{options.args}": {error}') from None
     if options.points_per_job == 1:
         (point,) = chunk
-        place = f"hydra.run.dir={quoted(os.path.abspath(point.dir))}"
-        return parse([*options.ranks(), *words, "--", *sweep.command, *point.overrides, place])
+        run_dir = f"hydra.run.dir={quoted(os.path.abspath(point.dir))}"
+        return parse([*options.ranks(), *words, "--", *sweep.command, *point.overrides, run_dir])
     numbers = [str(point.number) for point in chunk]
     command = [*sweep.command[:3], "sweep", os.path.abspath(sweep.dir), *numbers]
     parsed = parse([*options.ranks(), *words, "--", *command])

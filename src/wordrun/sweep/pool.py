@@ -1,4 +1,4 @@
-"""Runs points at the same time, each as a launch of its own in its place, until they end or a signal arrives."""
+"""Runs points at the same time, each as a launch of its own on its nodes, until they end or a signal arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.plan import is_stale
 from wordrun.sweep.folder import Point, Sweep
-from wordrun.sweep.places import Place
+from wordrun.sweep.placements import Placement
 
 POLL_S = 0.1
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -29,7 +29,7 @@ class Running:
     """A point that is running."""
 
     point: Point
-    place: Place
+    placement: Placement
     process: subprocess.Popen[bytes]
     begun: float = field(default_factory=time.monotonic)
 
@@ -47,9 +47,9 @@ class Ended:
 class Pool:
     """Starts and watches launches; used as a context manager, which handles signals meanwhile."""
 
-    def __init__(self, sweep: Sweep, places: Sequence[Place]) -> None:
+    def __init__(self, sweep: Sweep, placements: Sequence[Placement]) -> None:
         self.sweep = sweep
-        self.free = list(places)
+        self.free = list(placements)
         self.running: list[Running] = []
         self.ending = 0
         """The signal that ends the sweep, or 75 if a scheduler has asked a point to stop; no point starts then."""
@@ -73,14 +73,14 @@ class Pool:
             signal.signal(number, handler)
 
     def start(self, point: Point) -> None:
-        """Start ``point`` in a free place, which there must be.
+        """Start ``point`` in a free placement, which there must be.
 
         Raises:
             ConfigError: a file cannot be written.
         """
-        place = self.free[0]
+        placement = self.free[0]
         try:
-            words = place.words(self.sweep.options, self.sweep.dir / "hosts")
+            words = placement.words(self.sweep.options, self.sweep.dir / "hosts")
             point.log.parent.mkdir(parents=True, exist_ok=True)
             command = [*self.sweep.command, *point.overrides, f"hydra.run.dir={quoted(str(point.dir))}"]
             with point.log.open("ab") as log:
@@ -104,12 +104,12 @@ class Pool:
         return {**kept, "WORDRUN_RUN_ID": f"{self.sweep.id}-{point.number}", "WORDRUN_RESUME": "auto"}
 
     def wait(self) -> list[Ended]:
-        """Return the points that have ended, after a short time; their places are free again."""
+        """Return the points that have ended, after a short time; their placements are free again."""
         time.sleep(POLL_S)
         ended = [each for each in self.running if each.process.poll() is not None]
         for each in ended:
             self.running.remove(each)
-            self.free.append(each.place)
+            self.free.append(each.placement)
             if each.process.returncode == REQUEUE and each.point.number not in self._asked:
                 self.ending = self.ending or REQUEUE
         return [Ended(each.point, status(each.process), time.monotonic() - each.begun) for each in ended]

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from wordrun.errors import REQUEUE, ConfigError, first_line
 from wordrun.log import console
-from wordrun.sweep import places
+from wordrun.sweep import placements
 from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.grid import outcome
 from wordrun.sweep.options import LauncherOptions, SweeperOptions
@@ -109,7 +109,7 @@ def run(
         )
     with _alone(folder):
         sweep = Sweep.create(folder, command, replace(launcher, resume=Sweep.load(folder) is not None))
-        found = places.find(sweep.options)[: options.n_jobs]
+        found = placements.find(sweep.options)[: options.n_jobs]
         sweep.save()
         higher = bool(higher_is_better(options.metric, options.direction))
         try:
@@ -195,8 +195,8 @@ class Search:
         self.reported: dict[int, int] = {}
         """The last step of a point whose evaluation Optuna knows."""
 
-    def run(self, found: Sequence[places.Place]) -> int:
-        """Run the points in the places ``found`` and return the exit status."""
+    def run(self, found: Sequence[placements.Placement]) -> int:
+        """Run the points in the placements ``found`` and return the exit status."""
         before = self.count()
         print(
             f"sweep {self.sweep.dir}: {max(0, self.options.n_trials - before)} of {self.options.n_trials} points, "

@@ -60,16 +60,16 @@ class NodeGroups:
         """The number of this rank's node."""
         self.local = self.ranks[self.here]
         """The ranks of this rank's node."""
-        self.place = self.local.index(world.rank)
+        self.local_index = self.local.index(world.rank)
         """This rank's index among them; the first acts for the node."""
         before = self.ranks[self.here - 1] if len(self.ranks) > 1 else []
-        self.sources = before[self.place :: len(self.local)]
+        self.sources = before[self.local_index :: len(self.local)]
         """The ranks on the node before this one whose shares this rank copies."""
 
     def address(self, node: int) -> Any:
         """Return the address of a rank on another node; this node's ranks take different ones."""
         ranks = self.ranks[node]
-        return self.addresses[ranks[self.place % len(ranks)]]
+        return self.addresses[ranks[self.local_index % len(ranks)]]
 
 
 class MemoryCheckpoints(BackgroundSaves):
@@ -100,7 +100,7 @@ class MemoryCheckpoints(BackgroundSaves):
     @property
     def acts(self) -> bool:
         """Whether this rank acts for its node."""
-        return self.nodes.place == 0
+        return self.nodes.local_index == 0
 
     def _refusal(self, problem: str) -> str:
         remedy = "set it to 0 to train without checkpoints in memory"

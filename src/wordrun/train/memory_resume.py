@@ -49,7 +49,7 @@ class InMemory:
         lacking = sorted(rank for rank in here if nodes.here not in self.holders[rank])
 
         def fetch() -> None:
-            for rank in lacking[nodes.place :: len(nodes.local)]:
+            for rank in lacking[nodes.local_index :: len(nodes.local)]:
                 holders = self.holders[rank]
                 address = nodes.address(holders[nodes.here % len(holders)])
                 self._brought.append(self.saves.fetch(address, self.name, rank))
@@ -98,7 +98,7 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
     for name, facts in sorted(known.items(), key=lambda pair: -pair[1]["step"]):
         if facts["step"] < least:
             return None, f"the newest one in memory is of step {facts['step']}"
-        damaged = gather_json(saves.memory.verify(name, nodes.place, len(nodes.local)), world.device)
+        damaged = gather_json(saves.memory.verify(name, nodes.local_index, len(nodes.local)), world.device)
         holders: dict[int, list[int]] = {}
         for node, ranks in enumerate(nodes.ranks):
             bad = {each for rank in ranks for each in damaged[rank]}

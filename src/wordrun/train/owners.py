@@ -147,9 +147,9 @@ def assign(
             heapq.heappush(load, (busy + costs[item], before + costs[item], owner))
             total[owner] += costs[item]
             held = holders.setdefault(grid.cuts, Holders(grid.cuts, numbers))
-            ways = _to(owner, item, grid, held, rank), _from(owner, item, grid, held, rank)
-            there, back = there + ways[0][0], back + ways[1][0]
-            silent = [so_far and way[1] for so_far, way in zip(silent, ways, strict=True)]
+            transfers = _to(owner, item, grid, held, rank), _from(owner, item, grid, held, rank)
+            there, back = there + transfers[0][0], back + transfers[1][0]
+            silent = [so_far and each[1] for so_far, each in zip(silent, transfers, strict=True)]
             count, size = count + 1, size + Box((), grid.shape).numel
         to, back_again = (Route(t, rank, ranks, is_silent=q) for t, q in zip((there, back), silent, strict=True))
         routes.append((to, back_again))

@@ -19,8 +19,8 @@ from wordrun.sweep.options import LauncherOptions
 
 
 @dataclass(frozen=True)
-class Place:
-    """Room for one point."""
+class Placement:
+    """The nodes, or the part of a node, where one point runs."""
 
     number: int
     hosts: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ class Place:
         return [*words, "--", *part]
 
 
-def find(options: LauncherOptions) -> list[Place]:
-    """Return the places in this job, or on this machine.
+def find(options: LauncherOptions) -> list[Placement]:
+    """Return the placements in this job, or on this machine.
 
     Args:
         options: the ranks of each point, and how many points may run at the same time.
@@ -78,8 +78,8 @@ def find(options: LauncherOptions) -> list[Place]:
     return divide(options, job, ranks, threads_given=by_user)
 
 
-def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: bool) -> list[Place]:
-    """Return the places in ``job`` for points with the layout ``ranks``; see ``find``.
+def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: bool) -> list[Placement]:
+    """Return the placements in ``job`` for points with the layout ``ranks``; see ``find``.
 
     Args:
         options: how many points may run at the same time.
@@ -91,8 +91,8 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     warns = not (job.is_local or SCHEDULERS[job.scheduler].sends_warning(Options()))
     if ranks.nodes > 1:
         starts = range(0, len(job.hosts) - ranks.nodes + 1, ranks.nodes)
-        places = [Place(at, job.hosts[start : start + ranks.nodes], warns=warns) for at, start in enumerate(starts)]
-        return places[:most]
+        hosts_of_each = [job.hosts[start : start + ranks.nodes] for start in starts]
+        return [Placement(at, hosts, warns=warns) for at, hosts in enumerate(hosts_of_each[:most])]
     hosts = job.hosts
     slots = min(job.slots) if any(job.devices) or not job.is_local else 1
     parts = max(1, slots // ranks.np)
@@ -102,7 +102,7 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     threads = None if threads_given or parts == 1 else max(1, min(job.cores) // parts // ranks.np)
     pairs = [(part, host) for part in range(parts) for host in hosts]
     return [
-        Place(
+        Placement(
             at, () if job.is_local and len(hosts) == 1 else (host,), part, parts, threads,
             SCHEDULERS[job.scheduler].sharing if parts > 1 else (), warns,
         )
