@@ -194,14 +194,30 @@ def activation_memory(
     }
 
 
+def _in_chunks(model: ModelShapes, strategy: Strategy, tokens: float) -> bool:
+    """Return whether the losses of ``tokens`` are computed in chunks."""
+    if getattr(strategy.backend, "stage", 0) == 3:  # only its own module gathers the output layer's weights
+        return False
+    chunked = strategy.cfg.train.chunked_loss
+    return tokens * model.vocab_size > LARGE if chunked is None else chunked
+
+
+def kept_logits(model: ModelShapes, strategy: Strategy, tokens: float) -> float:
+    """Return the bytes that the losses of ``tokens`` keep for the backward pass.
+
+    These are the softmax in fp32 and, with a soft-cap, the bounded logits; of chunks, the logits' gradients.
+    """
+    softcap = getattr(model.cfg, "softcap", 0) > 0
+    chunked = _in_chunks(model, strategy, tokens)
+    each = strategy.compute if chunked else FP32 + strategy.compute * softcap
+    return each * tokens * model.vocab_size / strategy.layout.tp
+
+
 def logits_memory(model: ModelShapes, strategy: Strategy, tokens: float) -> float:
     """Return the bytes of the logits of ``tokens`` on a rank of the last stage, and of what the loss makes of them."""
     count, sharded = tokens * model.vocab_size / strategy.layout.tp, strategy.layout.tp > 1
     softcap = getattr(model.cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
-    gathered = getattr(strategy.backend, "stage", 0) == 3  # only its own module gathers the output layer's weights
-    chunked = strategy.cfg.train.chunked_loss
-    chunked = tokens * model.vocab_size > LARGE if chunked is None else chunked
-    if gathered or not chunked:
+    if not _in_chunks(model, strategy, tokens):
         return count * ((SHARDED_CROSS_ENTROPY if sharded else CROSS_ENTROPY) + strategy.compute * softcap)
     # The softmax of a chunk is computed in fp32; among shards it needs no copy of fp32 logits.
     copies = 3 if softcap else 2 - (strategy.compute == FP32) - sharded

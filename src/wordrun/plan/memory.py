@@ -17,7 +17,7 @@ from typing import Any
 
 from wordrun.checks import vocab_multiple
 from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
-from wordrun.plan.activations import CROSS_ENTROPY, activation_memory
+from wordrun.plan.activations import activation_memory, kept_logits
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import FP32, Strategy, in_flight, on_island, stages_of
 from wordrun.plan.traffic import DEEPSPEED_BUCKET, Stages, messages, reduce_size, traffic
@@ -198,8 +198,8 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
     each = [activation_memory(model, strategy, checkpointing, layers, parts) for layers in stages]
     mean = {name: sum(stage[name] for stage in each) / len(stages) for name in each[0]}
     logits = max(stage["logits"] for stage in each)
-    if options.schedule == "GPipe":  # all losses exist before the first backward pass
-        logits += logits * (FP32 + strategy.compute % FP32) / CROSS_ENTROPY * (count - 1)
+    if options.schedule == "GPipe" and logits:  # all losses exist before the first backward pass
+        logits += kept_logits(model, strategy, strategy.tokens / parts) * (count - 1)
     # torch keeps unsharded parameters and gradients between micro-batches, and a buffer for every incoming message.
     local = sum(numel(model.stage(layers), at.tp) for layers in stages)
     incoming, message = messages(options, model, strategy, stages)
