@@ -1,21 +1,19 @@
-"""Composes overrides into one typed, validated Config, using Hydra, and translates Hydra's errors."""
+"""Composes overrides into one typed, validated Config, using Hydra."""
 
 from __future__ import annotations
 
 import importlib.resources
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from wordrun import project
 from wordrun.checks import check
@@ -23,33 +21,25 @@ from wordrun.config import (
     DTYPES,
     RENAMED,
     SECTIONS,
-    SEVERAL,
     Config,
     ModelConfig,
     ScheduleConfig,
     TokenizerConfig,
-    parts_in,
     schemas,
 )
-from wordrun.errors import ConfigError, UserError, first_line, listed, nearest
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath, all_problems
-from wordrun.registry import backends, parts
+from wordrun.refusals import REFUSALS, diagnose, name_of, nearest_option, option_names
+from wordrun.registry import backends
 from wordrun.run_id import new_run_id
 from wordrun.tree import Tree, composed_tree
 
-# Exceptions that Hydra and OmegaConf raise for an invalid override.
-REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
 # Hydra's own settings that a run uses; others would be silently ignored.
 HYDRA_SETTINGS = (
     "hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra.launcher.",
     "hydra/sweeper", "hydra.sweeper.",
 )  # fmt: skip
-# wordrun's own plugins.
-PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
-
-
-GROUPS = (*SECTIONS, "experiment", "train.backend")
 
 
 def compose(
@@ -81,21 +71,32 @@ def compose(
                 "%s/experiment/NAME.yaml, and choose them with experiment=NAME", root, root.name, conf,
             )  # fmt: skip
     for override in overrides:
-        if (old := _name(override)) in RENAMED:
+        if (old := name_of(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
     overrides = [renamed(override) for override in overrides]
-    unused = [o for o in overrides if _name(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
+    unused = [o for o in overrides if name_of(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
     if unused:
         why = "has no effect on a run, which uses only hydra.run.dir and hydra.searchpath of Hydra's settings"
         raise ConfigError("\n".join(f"{override} {why}" for override in unused))
     try:
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
-        raise ConfigError("\n".join(_diagnose(list(overrides), tree, error, ranks, per_node))) from None
+        problems, others = diagnose(list(overrides), partial(_compose, tree=tree), error)
+        raise ConfigError("\n".join([*problems, *_problems_of(others, ranks, per_node)])) from None
     # A resumed run stays in its directory unless another one is given.
-    stays = checked and not any(_name(override) == "hydra.run.dir" for override in overrides)
+    stays = checked and not any(name_of(override) == "hydra.run.dir" for override in overrides)
     run_dir = _run_to_continue(composed) if stays else None
     return to_config(composed, run_dir=run_dir, ranks=ranks, per_node=per_node, checked=checked)
+
+
+def _problems_of(composed: DictConfig | None, ranks: int | None, per_node: int | None) -> list[str]:
+    """Return what is wrong with the values of a composed tree; None: there is none."""
+    try:
+        if composed is not None:
+            to_config(composed, ranks=ranks, per_node=per_node)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
 
 
 def _taken(folder: str | Path | None) -> Iterator[str]:
@@ -111,7 +112,7 @@ def _taken(folder: str | Path | None) -> Iterator[str]:
 def renamed(override: str) -> str:
     """Return ``override`` with an old option name replaced by the new one."""
     key, equals, value = override.partition("=")
-    old = _name(override)
+    old = name_of(override)
     return f"{key.replace(old, RENAMED.get(old, old))}{equals}{value}"
 
 
@@ -215,7 +216,7 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
 
     Hydra accepts ``+train.typo=1`` even on a typed config, and would ignore the value.
     """
-    known = sorted(_keys(composed))
+    known = sorted(option_names(composed))
 
     def walk(node: DictConfig, prefix: str) -> Iterator[str]:
         cls = OmegaConf.get_type(node)
@@ -224,130 +225,11 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
             name = f"{prefix}{key!s}"
             unset = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
             if declared is not None and key not in declared and name != "hydra":
-                yield f"unknown option '{name}'{_nearest_option(name, known)}"
+                yield f"unknown option '{name}'{nearest_option(name, known)}"
             elif name != "hydra" and not unset and isinstance(node[key], DictConfig):
                 yield from walk(node[key], f"{name}.")
 
     yield from walk(composed, "")
-
-
-def _nearest_option(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or an empty string."""
-    section, _, last = name.rpartition(".")
-    inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
-    elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]
-    return nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
-
-
-def _keys(composed: DictConfig) -> Iterator[str]:
-    """Yield the names of all options in the selected config groups."""
-    for prefix, node in parts_in(composed).items():
-        yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
-
-
-def _diagnose(overrides: list[str], tree: Tree, cause: Exception, ranks: int | None, per_node: int | None) -> list[str]:
-    """Return a message for every override that cannot be applied, and for every other problem."""
-    problems: list[str] = []
-    try:
-        base = _compose([], tree)
-    except REFUSALS:
-        is_ours = isinstance(cause, ConfigError)
-        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"]
-    good: list[str] = []
-    broken: list[str] = []
-    """Groups whose parts cannot be imported; whether their options are right is unknown."""
-    # Hydra's search path first, since it adds files, then file selections, since they add options.
-    rest = sorted(
-        overrides, key=lambda o: (not _name(o).startswith("hydra"), "/" not in _name(o), _name(o) not in GROUPS)
-    )
-    while rest:
-        # Bisection: the first ``count`` of the rest can be applied, and the first ``refused`` cannot.
-        count, tried, refused = 0, len(rest), len(rest) + 1
-        if rest == overrides:  # of which all together have just been refused
-            tried, refused, why = len(rest) // 2, len(rest), cause
-        while count + 1 < refused:
-            try:
-                base, count = _compose([*good, *rest[:tried]], tree), tried
-            except REFUSALS as error:
-                refused, why = tried, error
-            tried = (count + refused) // 2
-        good += rest[:count]
-        if count < len(rest):
-            if isinstance(why, ConfigError):
-                broken.append(f"{_name(rest[count])}.")
-            if not _name(rest[count]).startswith(tuple(broken)):
-                problems.append(_translate(rest[count], why, base))
-        rest = rest[refused:]
-    if not problems:
-        return [first_line(cause)]
-    try:
-        to_config(base, ranks=ranks, per_node=per_node)
-    except ConfigError as error:
-        problems += str(error).splitlines()
-    return problems
-
-
-def unparsable(override: str) -> str:
-    """Return the message for an ``override`` with a value that is not in Hydra's grammar."""
-    key, _, value = override.partition("=")
-    return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
-
-
-def _translate(override: str, error: Exception, base: DictConfig) -> str:
-    """Return our message for an ``override`` that Hydra rejects with ``error``."""
-    if isinstance(error, ConfigError):  # about a part, which Hydra was loading
-        return str(error)
-    value = override.partition("=")[2]
-    name, text = _name(override), str(error)
-    if isinstance(error, YAMLError):
-        return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
-    if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
-        known = options[1].partition("Config search path:")[0].split()
-        offered = backends() if name == "train.backend" else known
-        kind = name.rpartition(".")[2]
-        return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)}{listed(offered)}"
-    if isinstance(error, OverrideParseException) and "=" in override:
-        return unparsable(override)
-    if "=" not in override:
-        return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
-    reason = first_line(error.__cause__ or error)
-    if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
-        return f"{override}: in {inside[1]}.yaml: {inside[2]}"
-    unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
-    if unknown and unknown[1] in SEVERAL:
-        offered = list(parts(unknown[1]))
-        kind = unknown[1].removesuffix("s")
-        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)}{listed(offered)}"
-    if name in SEVERAL and isinstance(error, TypeError):
-        return f"{override} should be a list of names: {', '.join(schemas(name))}"
-    if name in GROUPS:
-        return f"{override}: {reason} (choose one by {name}=NAME)"
-    if "Ambiguous value" in text:
-        return f"{override}: for a sweep over several values add -m; for a list use brackets, {name}=[{value}]"
-    section, _, part = name.rpartition(".")[0].partition(".")
-    if section in SEVERAL and part in parts(section) and part not in base[section]:
-        return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
-    plugin = re.fullmatch(r"hydra\.(launcher|sweeper)\.(\w+)", name)
-    if plugin and plugin[2] not in base.hydra[plugin[1]]:
-        choice = base.hydra.runtime.choices[f"hydra/{plugin[1]}"]
-        close = nearest(plugin[2], map(str, base.hydra[plugin[1]]), f"hydra.{plugin[1]}.")
-        remedy = f": add hydra/{plugin[1]}={PLUGINS[plugin[1]]}" if choice == "basic" else close
-        return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
-    known = sorted({*_keys(base), *GROUPS})
-    if name not in known and name.partition(".")[0] != "hydra":
-        return f"unknown option '{name}'{_nearest_option(name, known)}"
-    # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
-    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
-        return f"{name}={value} should be {wanted.get(match[1], match[1])}"
-    if value == "null":
-        return f"{name}=null needs a value: omit it for the default"
-    return f"{override}: {reason}"
-
-
-def _name(override: str) -> str:
-    """Return the key that an override changes."""
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def as_yaml(cfg: Any) -> str:

@@ -116,6 +116,7 @@ PAGES = {
     "wordrun.compat_deepspeed": "backends.md#deepspeed",
     "wordrun.completion": "",
     "wordrun.composer": "",
+    "wordrun.refusals": "",
     "wordrun.config": "",
     "wordrun.data": "data.md#sources",
     "wordrun.data.examples": "tasks.md#your-own-model-data-and-metric",

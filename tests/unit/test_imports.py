@@ -27,7 +27,7 @@ MODULES = sorted(
 BASE = {"version", "errors", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
-    "checks", "sizes", "composer", "tree",
+    "checks", "sizes", "refusals", "composer", "tree",
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -61,7 +61,8 @@ MAY_USE: dict[str, set[str]] = {
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
     "tree": {"project", "registry"},
-    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree"},
+    "refusals": {"errors", "registry", "config"},
+    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree", "refusals"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "compat_vision", "kernels"},

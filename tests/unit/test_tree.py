@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from wordrun import composer, registry, tree
+from wordrun import composer, refusals, registry, tree
 from wordrun.errors import ConfigError
 from wordrun.tree import Tree, composed_tree
 
@@ -52,9 +52,9 @@ def test_it_is_the_one_of_hydra(overrides: list[str], tmp_path: Path, monkeypatc
 )
 def test_what_is_wrong_is_refused_as_by_hydra(wrong: str) -> None:
     composed_tree(["data=sample"], Tree())
-    with pytest.raises(composer.REFUSALS) as theirs:
+    with pytest.raises(refusals.REFUSALS) as theirs:
         by_hydra(["data=sample", wrong])
-    with pytest.raises(composer.REFUSALS) as ours:
+    with pytest.raises(refusals.REFUSALS) as ours:
         composed_tree(["data=sample", wrong], Tree())
     assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
 

@@ -26,11 +26,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log, project, sizes
-from wordrun.composer import compose, register, renamed, to_config, unparsable
+from wordrun.composer import compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
 from wordrun.dist import staying, watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
+from wordrun.refusals import unparsable
 from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
 from wordrun.tree import Tree

@@ -1,0 +1,143 @@
+"""What Hydra and OmegaConf refuse, in messages that name the override, its value and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from wordrun.config import SECTIONS, SEVERAL, parts_in, schemas
+from wordrun.errors import ConfigError, first_line, listed, nearest
+from wordrun.registry import backends, parts
+
+# Exceptions that Hydra and OmegaConf raise for an invalid override.
+REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
+# wordrun's own plugins.
+PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
+GROUPS = (*SECTIONS, "experiment", "train.backend")
+
+
+def diagnose(
+    overrides: list[str], compose: Callable[[list[str]], DictConfig], cause: Exception
+) -> tuple[list[str], DictConfig | None]:
+    """Return a message for every override that cannot be applied, and what the others compose to.
+
+    Args:
+        overrides: all of them.
+        compose: returns what some of them compose to.
+        cause: what it raises for all of them, one of ``REFUSALS``.
+    """
+    problems: list[str] = []
+    try:
+        base = compose([])
+    except REFUSALS:
+        is_ours = isinstance(cause, ConfigError)
+        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None
+    good: list[str] = []
+    broken: list[str] = []
+    """Groups whose parts cannot be imported; whether their options are right is unknown."""
+    # Hydra's search path first, since it adds files, then file selections, since they add options.
+    rest = sorted(
+        overrides, key=lambda o: (not name_of(o).startswith("hydra"), "/" not in name_of(o), name_of(o) not in GROUPS)
+    )
+    while rest:
+        # Bisection: the first ``count`` of the rest can be applied, and the first ``refused`` cannot.
+        count, tried, refused = 0, len(rest), len(rest) + 1
+        if rest == overrides:  # of which all together have just been refused
+            tried, refused, why = len(rest) // 2, len(rest), cause
+        while count + 1 < refused:
+            try:
+                base, count = compose([*good, *rest[:tried]]), tried
+            except REFUSALS as error:
+                refused, why = tried, error
+            tried = (count + refused) // 2
+        good += rest[:count]
+        if count < len(rest):
+            if isinstance(why, ConfigError):
+                broken.append(f"{name_of(rest[count])}.")
+            if not name_of(rest[count]).startswith(tuple(broken)):
+                problems.append(translate(rest[count], why, base))
+        rest = rest[refused:]
+    return (problems, base) if problems else ([first_line(cause)], None)
+
+
+def translate(override: str, error: Exception, base: DictConfig) -> str:
+    """Return our message for an ``override`` that Hydra rejects with ``error``."""
+    if isinstance(error, ConfigError):  # about a part, which Hydra was loading
+        return str(error)
+    value = override.partition("=")[2]
+    name, text = name_of(override), str(error)
+    if isinstance(error, YAMLError):
+        return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
+    if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
+        known = options[1].partition("Config search path:")[0].split()
+        offered = backends() if name == "train.backend" else known
+        kind = name.rpartition(".")[2]
+        return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)}{listed(offered)}"
+    if isinstance(error, OverrideParseException) and "=" in override:
+        return unparsable(override)
+    if "=" not in override:
+        return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
+    reason = first_line(error.__cause__ or error)
+    if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
+        return f"{override}: in {inside[1]}.yaml: {inside[2]}"
+    unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
+    if unknown and unknown[1] in SEVERAL:
+        offered = list(parts(unknown[1]))
+        kind = unknown[1].removesuffix("s")
+        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)}{listed(offered)}"
+    if name in SEVERAL and isinstance(error, TypeError):
+        return f"{override} should be a list of names: {', '.join(schemas(name))}"
+    if name in GROUPS:
+        return f"{override}: {reason} (choose one by {name}=NAME)"
+    if "Ambiguous value" in text:
+        return f"{override}: for a sweep over several values add -m; for a list use brackets, {name}=[{value}]"
+    section, _, part = name.rpartition(".")[0].partition(".")
+    if section in SEVERAL and part in parts(section) and part not in base[section]:
+        return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
+    plugin = re.fullmatch(r"hydra\.(launcher|sweeper)\.(\w+)", name)
+    if plugin and plugin[2] not in base.hydra[plugin[1]]:
+        choice = base.hydra.runtime.choices[f"hydra/{plugin[1]}"]
+        close = nearest(plugin[2], map(str, base.hydra[plugin[1]]), f"hydra.{plugin[1]}.")
+        remedy = f": add hydra/{plugin[1]}={PLUGINS[plugin[1]]}" if choice == "basic" else close
+        return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
+    known = sorted({*option_names(base), *GROUPS})
+    if name not in known and name.partition(".")[0] != "hydra":
+        return f"unknown option '{name}'{nearest_option(name, known)}"
+    # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
+    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
+        return f"{name}={value} should be {wanted.get(match[1], match[1])}"
+    if value == "null":
+        return f"{name}=null needs a value: omit it for the default"
+    return f"{override}: {reason}"
+
+
+def unparsable(override: str) -> str:
+    """Return the message for an ``override`` with a value that is not in Hydra's grammar."""
+    key, _, value = override.partition("=")
+    return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
+
+
+def nearest_option(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or an empty string."""
+    section, _, last = name.rpartition(".")
+    inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
+    elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]
+    return nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
+
+
+def option_names(composed: DictConfig) -> Iterator[str]:
+    """Yield the names of all options in the selected config groups."""
+    for prefix, node in parts_in(composed).items():
+        yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
+
+
+def name_of(override: str) -> str:
+    """Return the key that an override changes."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
