@@ -34,6 +34,11 @@ def files(controller: str, v2: str, v1: str, root: str = "/") -> list[str]:
     return found
 
 
+def own_cores() -> int:
+    """Return how many cores this process may run on, by its affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cores(root: str = "/") -> int | None:
     """Return how many cores' worth of time the groups allow this process, at least 1; None: no limit."""
     allowed = []

@@ -125,6 +125,14 @@ def zbv_runs_on_cpus() -> bool:
     return torch.__version__ >= "2.12"
 
 
+def zero_bubble_takes_functions() -> bool:
+    """Return whether a weight may go into an ``autograd.Function`` in a pipeline that delays gradients of weights.
+
+    Up to torch 2.12, the function's part of the graph is gone by the time that they are computed.
+    """
+    return torch.__version__ >= "2.13"
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Return whether torch's AdamW has a fused kernel for ``device``."""
     return device.type in ("cpu", "cuda", "xpu", "mps")

@@ -769,11 +769,6 @@ class FSDPConfig(BackendConfig):
         """Number of ranks among which the experts of a mixture are divided."""
         return self.ep
 
-    @property
-    def zero_bubble(self) -> bool:
-        """Whether gradients of weights are computed later than those of activations."""
-        return False
-
 
 @dataclass
 class TPConfig(FSDPConfig):

@@ -31,6 +31,28 @@ def is_restarted(env: Mapping[str, str]) -> bool:
     return env.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
+def step_of(env: Mapping[str, str], separator: str = ".") -> str:
+    """Return the ids of the job and of its step, as far as ``env`` has them."""
+    return separator.join(env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in env)
+
+
+def hosts_of_step(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hosts of the step that ``env`` is part of, in order."""
+    return expand_hosts(env["SLURM_STEP_NODELIST"], "SLURM_STEP_NODELIST")
+
+
+def cores_on_node(env: Mapping[str, str]) -> int | None:
+    """Return how many cores of this node the job has; None: unknown."""
+    text = env.get("SLURM_CPUS_ON_NODE", "")
+    return int(text) if text.isdigit() else None
+
+
+def group_of_job(path: str) -> tuple[str, str] | None:
+    """Return the job's control group and the name of the file, for the ``path`` of a file in a group below it."""
+    match = re.match(r"(.*/job_\d+)/.*/([^/]+)", path)
+    return (match[1], match[2]) if match else None
+
+
 def task_variables(env: Mapping[str, str], rank: int, local: int, node: int, layout: Sequence[int]) -> dict[str, str]:
     """Return the variables in which srun describes a task and its step; none if it has not started this process.
 

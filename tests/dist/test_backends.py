@@ -193,7 +193,7 @@ VARIANTS = {
     "llama": pipelines(ZBV) | {"tp-aligned": ["train.backend=TP"]},
     "parts": {},
     "modern": {
-        **pipelines("InterleavedZeroBubble"),
+        **pipelines("InterleavedZeroBubble" if compat.zero_bubble_takes_functions() else "Interleaved1F1B"),
         "fsdp-again": ["train.backend=FSDP", "train.activation_checkpointing=full"],
     },
 }

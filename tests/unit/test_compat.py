@@ -159,15 +159,22 @@ def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "tensor_parallel", "zbv"),
-    [("2.8.0+cpu", False, False), ("2.10.0", False, False), ("2.11.0", True, False), ("2.13.1", True, True)],
+    ("version", "tensor_parallel", "zbv", "functions"),
+    [
+        ("2.8.0+cpu", False, False, False),
+        ("2.10.0", False, False, False),
+        ("2.11.0", True, False, False),
+        ("2.12.1", True, True, False),
+        ("2.13.1", True, True, True),
+    ],
 )
 def test_pipelines_are_for_versions_that_were_right(
-    version: str, tensor_parallel: bool, zbv: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, tensor_parallel: bool, zbv: bool, functions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     assert compat.pipeline_takes_tensor_parallel() is tensor_parallel
     assert compat.zbv_runs_on_cpus() is zbv
+    assert compat.zero_bubble_takes_functions() is functions
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,10 @@ def test_pipelines_are_for_versions_that_were_right(
         (
             ["train.backend=PP", "backend.schedule=ZBVZeroBubble"],
             r"ZBVZeroBubble on CPUs needs torch 2\.12 or newer, not",
+        ),
+        (
+            ["train.backend=PP", "backend.schedule=InterleavedZeroBubble", "train.chunked_loss=true"],
+            r"train\.chunked_loss=true with backend\.schedule=InterleavedZeroBubble needs torch 2\.13 or newer, not",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from wordrun.launch.kills import Kills, Outcome
+from wordrun.launch.launchers.hydra import Hydra
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -70,8 +71,9 @@ def test_a_kill_for_memory_is_not_tried_again() -> None:
     [
         (Outcome(137, failed=1), True),
         (Outcome(137), True),
-        (Outcome(9), True),  # Hydra's, if the rank's shell was killed too
-        (Outcome(9, failed=0), False),
+        (Outcome(9, killed_status=Hydra.killed_status), True),  # if the rank's shell was killed too
+        (Outcome(9, failed=0, killed_status=Hydra.killed_status), False),
+        (Outcome(9), False),  # another launcher's
         (Outcome(134, failed=0), False),
         (Outcome(124), False),
     ],

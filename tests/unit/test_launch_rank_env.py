@@ -14,6 +14,7 @@ from wordrun import interrupts
 from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import RANK_ENV
+from wordrun.launch.schedulers import pbs
 
 pytestmark = pytest.mark.unit
 
@@ -55,6 +56,10 @@ def rank_env(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[
 
 def test_every_familys_rank_is_told_apart_at_ctrl_c() -> None:
     assert {family.rank for family in WORLD_FAMILIES} <= {*interrupts.RANKS}
+
+
+def test_launch_in_a_rank_of_a_pbs_job_is_noticed_under_every_mpi() -> None:
+    assert {family.rank for family in WORLD_FAMILIES if family.mpi} == {*pbs.RANK_VARIABLES}
 
 
 @pytest.mark.parametrize("launcher", FAMILIES)

@@ -40,11 +40,18 @@ class PipelineBackend(FSDPBackend):
         if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
             wrong = f"on CPUs needs torch 2.12 or newer, not {torch.__version__}"
             raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")
+        all_logits = options.zero_bubble and not compat.zero_bubble_takes_functions()
+        if all_logits and cfg.train.chunked_loss:
+            wrong = f"with backend.schedule={options.schedule} needs torch 2.13 or newer, not {torch.__version__}"
+            raise ConfigError(f"train.chunked_loss=true {wrong}: use false, or backend.schedule=Interleaved1F1B")
         self.count = options.stages(pp)
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
         self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.coordinate]
         super().__init__(spec, [blocks_of(stage, self.count, cfg.transformer.n_layer) for stage in self.numbers])
+        if all_logits:
+            for part in self.parts:
+                part.choose_loss(chunked=False)
         self.group = self.mesh.get_group("pp")
         parts = [
             PipelineStage(part, number, self.count, self.device, group=self.group)

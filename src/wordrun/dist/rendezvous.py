@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from wordrun import slurm
 from wordrun.dist import mpi
 from wordrun.dist.world import World
 from wordrun.errors import WorldError, first_line
 from wordrun.ports import pick
-from wordrun.slurm import expand_hosts
 
 # Ranks that have not met by then never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)
@@ -118,8 +118,7 @@ def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if not world.in_step or (address and port):
         return address, port
-    nodes = expand_hosts(env["SLURM_STEP_NODELIST"], "SLURM_STEP_NODELIST")
-    step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    nodes, step = slurm.hosts_of_step(env), slurm.step_of(env)
     first = "127.0.0.1" if len(nodes) == 1 else nodes[0]
     return address or first, port or str(pick(hashlib.sha256(step.encode()).digest()))
 

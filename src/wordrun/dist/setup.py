@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from wordrun import cgroup, slurm
 from wordrun.dist import mpi, staying, values, watch
 from wordrun.dist.device import backend_of, choose_device
 from wordrun.dist.rendezvous import open_store
@@ -292,10 +293,9 @@ def _limit_threads(world: World) -> None:
 
     if not world.in_step or {"WORDRUN_LAUNCH_ID", "OMP_NUM_THREADS"} & {*os.environ}:
         return
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Ranks that are not bound share all cores of the job, or of the machine; SLURM says how many the job has.
-    on_node = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    threads = max(1, min(own, (int(on_node) if on_node.isdigit() else own) // world.local_size))
+    own = cgroup.own_cores()
+    # Ranks that are not bound share all cores of the job, or of the machine.
+    threads = max(1, min(own, (slurm.cores_on_node(os.environ) or own) // world.local_size))
     if threads < torch.get_num_threads():
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for this rank's own processes

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wordrun import files, stack_requests
+from wordrun import files, slurm, stack_requests
 from wordrun.dist import hang, mpi_calls, stacks, uncaught
 from wordrun.dist.imported import when_imported
 from wordrun.dist.mesh import Layout
@@ -287,8 +287,8 @@ def folder_of_job(env: Mapping[str, str]) -> Path:
     """Return where the ranks of a program without a run directory report; the same on all of them."""
     if env.get("WORDRUN_LAUNCH_RECORD"):
         return stack_requests.folder_of(env["WORDRUN_LAUNCH_RECORD"])
-    step = "-".join(env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in env)
-    return Path.cwd() / "failures" / (step or env.get("TORCHELASTIC_RUN_ID") or env.get("MASTER_PORT") or "job")
+    job = slurm.step_of(env, "-") or env.get("TORCHELASTIC_RUN_ID") or env.get("MASTER_PORT") or "job"
+    return Path.cwd() / "failures" / job
 
 
 def start_for_script(world: World, hang_s: float, timeout_s: float = math.inf) -> Callable[[], None]:

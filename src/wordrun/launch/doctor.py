@@ -196,7 +196,8 @@ def of_ranks(
     if not all("unreached" in rank for rank in ranks):  # some ranks could not identify themselves and stopped early
         return findings
     slowest = max(rank["torch_s"] for rank in ranks)
-    slow, remedy = f"{slowest:g} s on the slowest rank", "copy the environment to node-local disk (sbcast, Copper)"
+    slow = f"{slowest:g} s on the slowest rank"
+    remedy = "add --prewarm, which reads the environment once on each node, or copy it to node-local disk"
     return [
         *findings,
         _mpi(plan, ranks),

@@ -37,12 +37,15 @@ class Outcome:
     """The process ID of the first rank to fail, if it is known."""
     at: float | None = None
     """When it failed, as seconds since the epoch; None: when launch ended."""
+    killed_status: int = 128 + signal.SIGKILL
+    """The launcher's status if SIGKILL ended a rank that could not report it."""
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal of KILLERS that ended the first rank to fail; if no rank could report one, Hydra returns 9."""
-        number = self.status - 128 if self.failed is not None or self.status != signal.SIGKILL else signal.SIGKILL
-        return next((each for each in KILLERS if each == number), None)
+        """The signal of KILLERS that ended the first rank to fail."""
+        if self.failed is None and self.status == self.killed_status:
+            return signal.SIGKILL
+        return next((each for each in KILLERS if each == self.status - 128), None)
 
     @property
     def killed(self) -> bool:

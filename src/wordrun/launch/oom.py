@@ -7,7 +7,7 @@ import glob
 import os
 import re
 
-from wordrun import cgroup
+from wordrun import cgroup, slurm
 from wordrun.files import read_proc
 
 KILLED = re.compile(r"Killed process (\d+) \((.*)\) total-vm:\d+kB, anon-rss:(\d+)kB(?:.*UID:(\d+))?")
@@ -52,9 +52,8 @@ def _counts(root: str) -> dict[str, int]:
     """Return the number of processes killed so far, by the file that says so."""
     paths = cgroup.files("memory", "memory.events", "memory.oom_control", root)[:1]
     # srun's ranks are in other groups of the job than this process; version 1 does not add up the groups below.
-    job = re.match(r"(.*/job_\d+)/.*/([^/]+)", paths[0]) if paths else None
-    if job:
-        paths = glob.glob(os.path.join(glob.escape(job[1]), "**", job[2]), recursive=True)
+    if paths and (job := slurm.group_of_job(paths[0])):
+        paths = glob.glob(os.path.join(glob.escape(job[0]), "**", job[1]), recursive=True)
     counts = {path: re.search(r"^oom_kill (\d+)$", read_proc(path), re.MULTILINE) for path in paths}
     return {path: int(count[1]) for path, count in counts.items() if count}
 

@@ -8,10 +8,10 @@ that the launchers themselves report count.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wordrun.errors import REQUEUE
+from wordrun.errors import REQUEUE, first_line
 from wordrun.launch.launchers import LAUNCHERS
 
 # Enough for a launcher's error messages and the tracebacks of a few ranks.
@@ -65,6 +65,14 @@ def lines_of(rank: int, lines: Iterable[str]) -> list[str]:
         elif writer is None and not OTHERS.match(line):
             unprefixed.append(line)
     return (own or unprefixed)[-LAST_LINES:]
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """Return the line of a program's output that says why it failed: its last error, or else its last line."""
+    own = [line for line in lines if not re.match(f"launch:|{OWN_LINES}", line)]
+    errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
+    last = [*errors[-1:], *own[-1:], *lines[-1:]]
+    return first_line(last[0]) if last else ""
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         # The others are for MPICH; in a scheduler's job they would hide the fabric from UCX and libfabric.
         networks = ["GLOO_SOCKET_IFNAME", *(FOR_MPICH if request.job.is_local else ())]
         if request.job.is_local and not (request.options.hostfile or request.options.launcher_args):
-            networks.append("HYDRA_IFACE")  # where mpiexec's daemons reach it; those may name another host
+            networks += launcher.interface_variables  # hosts of the user's own may be others
         for name in networks:
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")

@@ -97,12 +97,12 @@ def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool)
     rank, memory, guardians = None, "", job.guardians
     if status not in (0, REQUEUE) and not job.stopped_by:
         if not job.failed and job.output.names_kill:
-            status = int(signal.SIGKILL)  # as Hydra returns it when its cleaning up succeeds
+            status = job.plan.launcher.killed_status  # which it returns when its cleaning up succeeds
         rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
         say(memory, "plan.md#before-every-run")
     lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not job.stopped_by else []
-    outcome = Outcome(status, rank, memory, lines, at=job.failed_at)
+    outcome = Outcome(status, rank, memory, lines, at=job.failed_at, killed_status=job.plan.launcher.killed_status)
     if guardians is None:
         return outcome
     early = "a guardian" if outcome.killed and not job.failed else ""  # before it has connected

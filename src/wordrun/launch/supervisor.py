@@ -36,8 +36,6 @@ LAST_LINES_S = 2.0
 # Processes that outlive the command get this long to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
-# MPICH ends a rank that calls MPI_Abort before it can report.
-ABORTED = re.compile(r"Abort\(\d+\) on node (\d+) ")
 
 
 def say(message: str, page: str = "") -> None:
@@ -154,7 +152,8 @@ class Supervisor:
         """
         own, folded = self.last_lines, self.output.folded
         if status and not self.output.quiet:
-            aborted = next(filter(None, map(ABORTED.match, folded)), None)
+            pattern = self.plan.launcher.aborted  # such a rank may be ended before it can report
+            aborted = next(filter(None, (re.match(pattern, line) for line in folded)), None) if pattern else None
             say(f"rank {aborted[1]} {_ending(status)}" if aborted else "\n".join(folded))
         if self.failed and own and own != self.output.tail.lines()[-len(own) :]:
             say("\n".join([f"the last lines of rank {self.failed[0]}:", *(f"  {line}" for line in own)]))

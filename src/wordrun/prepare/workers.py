@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from wordrun import cgroup
 from wordrun.config import TextConfig
 from wordrun.dist import World
 from wordrun.errors import UserError
@@ -49,8 +50,7 @@ def number(data: TextConfig, world: World, items: int) -> int:
     """Return the number of worker processes for this rank; 0 for a single item, which needs none."""
     if items == 1:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, data.workers or cores // world.local_size)
+    return max(1, data.workers or cgroup.own_cores() // world.local_size)
 
 
 def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], processes: int) -> Iterator[list[int]]:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import errno
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -25,6 +24,7 @@ from wordrun import interrupts, log
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, lines_without_pages
 from wordrun.launch import processes, site_files
 from wordrun.launch.job import Job
+from wordrun.launch.output_tail import reason_in
 from wordrun.launch.parser import parse
 from wordrun.launch.planner import look_around
 from wordrun.launch.request import Ranks
@@ -344,7 +344,4 @@ def _last_line(file: Path) -> str:
         lines = lines_without_pages(file.read_text(errors="replace"))
     except OSError:
         lines = []
-    own = [line for line in lines if not line.startswith(("launch:", "srun:", "slurmstepd:"))]
-    errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
-    last = [*errors[-1:], *own[-1:], *lines[-1:]]
-    return first_line(last[0]) if last else ""
+    return reason_in(lines)

@@ -84,6 +84,12 @@ class Launcher:
     """Faults that a relaunch can cure: a line's pattern, its meaning, the group that names the host (0: none)."""
     killed: ClassVar[str] = ""
     """Regular expression for its line about a process killed by SIGKILL, if its exit status may not say so."""
+    killed_status: ClassVar[int] = 128 + signal.SIGKILL
+    """Its exit status if SIGKILL killed a rank, and the shell that would have reported it."""
+    aborted: ClassVar[str] = ""
+    """Regular expression for the line in which its MPI says which rank has called MPI_Abort."""
+    interface_variables: ClassVar[tuple[str, ...]] = ()
+    """Variables that name the network interface through which its daemons communicate."""
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
     may_die_of_input: ClassVar[bool] = False

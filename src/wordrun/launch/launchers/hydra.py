@@ -31,6 +31,9 @@ class Hydra(Launcher):
         r"|^Abort\(\d+\) on node \d+ .*: application called MPI_Abort\(.*\n"
     )
     killed = r"^=   EXIT CODE: 9$"  # it returns 255 if one of its proxies fails while it cleans up
+    killed_status = int(signal.SIGKILL)
+    aborted = r"Abort\(\d+\) on node (\d+) "
+    interface_variables = ("HYDRA_IFACE",)
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
     may_die_of_input = True
     keep_going = ("-disable-auto-cleanup",)

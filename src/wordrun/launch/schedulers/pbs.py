@@ -15,7 +15,7 @@ from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, d
 from wordrun.launch.site import Site
 
 # Variables that a launcher in a PBS job sets for its ranks.
-RANK_VARIABLES = ("PALS_RANKID", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+RANK_VARIABLES = ("PALS_RANKID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class PBS(Scheduler):
