@@ -28,7 +28,7 @@ import kept_trees
 
 from wordrun.launch.address import free_port
 
-# What a rank imports sooner or later; torch._dynamo by the first optimizer.
+# What a rank imports sooner or later; torch._dynamo only if it compiles, but then it takes more than a second.
 IMPORTS = [
     "pytest", "torch._dynamo", "wordrun.train.cli", "wordrun.train.language", "wordrun.train.trainer",
     "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint", "warm",
@@ -111,7 +111,7 @@ def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     from wordrun.train import run
 
     drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page)
-    page = SimpleNamespace(write=lambda path: path / "report.html", load_beside=lambda: None)
+    page = SimpleNamespace(write=lambda path: path / "report.html", preload_end=lambda: None)
     with mock.patch.multiple(run, draw=lambda *_: [], page=page):
         yield drawing
 

@@ -138,6 +138,10 @@ class TransformerConfig(TextModelConfig):
         """Return the fraction of its experts that a token uses."""
         return 1.0
 
+    def hidden_at(self, width: int) -> int | None:
+        """Return n_hidden for another n_embd, in proportion; None: it follows from n_embd."""
+        return None
+
     def layers_with_values(self) -> set[int]:
         """Return the numbers of the blocks with value embeddings."""
         return set()
@@ -198,6 +202,10 @@ class LlamaConfig(TransformerConfig):
     """Also normalize what attention and MLP add to the residual stream, as Gemma 3 does."""
     embed_scale: bool = False
     """Multiply the token embedding by sqrt(n_embd), as Gemma does."""
+
+    def hidden_at(self, width: int) -> int | None:
+        """Return n_hidden for another n_embd, in proportion and divisible by 8."""
+        return 8 * round(self.n_hidden * width / self.n_embd / 8)
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -365,6 +373,10 @@ class ModernConfig(LlamaConfig):
                 self.mup_base_head_size = self.n_embd // self.n_head
         self.n_head = self.n_head or 4
         self.n_hidden = self.n_hidden or 4 * self.n_embd
+
+    def hidden_at(self, width: int) -> int | None:
+        """Return n_hidden for another n_embd; None if it is the default for n_embd."""
+        return None if self.n_hidden == 4 * self.n_embd else super().hidden_at(width)
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
@@ -655,6 +667,8 @@ class BackendConfig(Section):
     """Whether FSDP shards each parameter across ranks."""
     independent: ClassVar[bool] = False
     """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
+    always_shown: ClassVar[tuple[str, ...]] = ()
+    """Options that `wordrun plan` names in its commands even if they have their defaults."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -849,6 +863,7 @@ class DeepSpeedConfig(BackendConfig):
     """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
 
     own_engine: ClassVar[bool] = True
+    always_shown: ClassVar[tuple[str, ...]] = ("stage",)
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""
@@ -1509,6 +1524,11 @@ class TrackioConfig(TrackerConfig):
 class HookConfig(Section):
     """Options of a hook, which the trainer calls between steps."""
 
+    @property
+    def metric_needed(self) -> str:
+        """The metric that evaluations have to report for the hook, such as val_accuracy; empty: none."""
+        return ""
+
 
 @dataclass
 class EarlyStopConfig(HookConfig):
@@ -1522,6 +1542,11 @@ class EarlyStopConfig(HookConfig):
     """Number of consecutive evaluations without improvement after which the run ends."""
     min_delta: float = 0.0
     """Smallest change of the metric that counts as an improvement; the loss of text is in nats per token."""
+
+    @property
+    def metric_needed(self) -> str:
+        """The metric that has to improve."""
+        return self.metric
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""

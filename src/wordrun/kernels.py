@@ -12,7 +12,7 @@ LARGE = 2**24
 """Number of logits above which ``model.loss.cross_entropy`` is used; below, their memory does not matter."""
 CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
-WHOLE = 2**22
+SMALL_MASK = 2**22
 """Values of an attention mask up to which its memory does not matter."""
 TRITON = find_spec("triton") is not None
 """Whether there is a compiler for FlexAttention's kernels; looked up once, because a compiled model cannot."""
@@ -25,7 +25,7 @@ def skips_blocks(device: str, values: int, p: float, head_size: int) -> bool:
 
     On CPUs it has no backward pass, and none of its kernels has dropout.
     """
-    suits = values > WHOLE and p == 0 and head_size >= LEAST_HEAD
+    suits = values > SMALL_MASK and p == 0 and head_size >= LEAST_HEAD
     return suits and device == "cuda" and TRITON
 
 

@@ -71,7 +71,7 @@ def test_documents_need_no_dense_mask(
     monkeypatch.setattr(flex, "block_masks", lambda *args: made.append(1) or block_masks(*args))
     found = {}
     for name, whole in (("flex", 0), ("dense", 2**40)):
-        monkeypatch.setattr(kernels, "WHOLE", whole)
+        monkeypatch.setattr(kernels, "SMALL_MASK", whole)
         found[name] = train(name, *words).losses
         assert bool(made) == (name == "flex" and device.type == "cuda")
         made.clear()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def _draw_nothing(run: ModuleType) -> None:
-    page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html", load_beside=lambda: None)
+    page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html", preload_end=lambda: None)
     vars(run).update(draw=lambda *_: [], page=page)
 
 

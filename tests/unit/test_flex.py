@@ -97,7 +97,7 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
     found = []
     for device in ("cpu", "cuda"):
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "WHOLE", 0)
+            patch.setattr(kernels, "SMALL_MASK", 0)
             patch.setattr(kernels, "TRITON", True)
             chosen = kernels.skips_blocks(device, 2 * T * T, 0.0, 16)
             assert chosen == (device == "cuda")
@@ -118,7 +118,7 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
 
 def test_what_has_no_such_kernel_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TRITON", True)
-    large = kernels.WHOLE + 1
+    large = kernels.SMALL_MASK + 1
     assert kernels.skips_blocks("cuda", large, 0.0, 64)
     for other in (("cuda", large, 0.1, 64), ("cuda", large, 0.0, 8), ("cuda", 4096, 0.0, 64), ("cpu", large, 0.0, 64)):
         assert not kernels.skips_blocks(*other), other

@@ -316,7 +316,7 @@ def test_a_first_word_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_end_of_a_run_waits_for_no_composition(monkeypatch: pytest.MonkeyPatch) -> None:
     tree._kept.cache_clear()
-    page.load_beside()
+    page.preload_end()
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "report")
     thread.join()
     monkeypatch.setattr(tree, "_by_hydra", lambda *_: pytest.fail("composed again"))

@@ -41,7 +41,7 @@ class StepResult:
     """The result of one optimizer step. It is still on the device, so reading it waits for the step to end."""
 
     loss: Tensor
-    """Mean loss over the sequences of this rank's share of the batch, in nats per token."""
+    """Mean loss over the examples of this rank's part of the batch."""
     grad_norm: Tensor
     """Norm of the gradients of the full model, before clipping."""
 

@@ -52,9 +52,9 @@ class PipelineBackend(FSDPBackend):
         if all_logits:
             for part in self.parts:
                 part.choose_loss(chunked=False)
-        self.group = self.mesh.get_group("pp")
+        self.pipeline_group = self.mesh.get_group("pp")
         parts = [
-            PipelineStage(part, number, self.count, self.device, group=self.group)
+            PipelineStage(part, number, self.count, self.device, group=self.pipeline_group)
             for number, part in zip(self.numbers, self.parts, strict=True)
         ]
         self.scale: Tensor | float = 1.0
@@ -77,7 +77,7 @@ class PipelineBackend(FSDPBackend):
         with self.forward_context():
             compat.pipeline_step(self.schedule, *first, **last, **every)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
-        dist.broadcast(loss, group=self.group, group_src=self.owners[-1])
+        dist.broadcast(loss, group=self.pipeline_group, group_src=self.owners[-1])
         clock.lap("passes")
         return StepResult(loss, self.update(learning_rate, clock))
 
@@ -149,8 +149,8 @@ class PipelineBackend(FSDPBackend):
             (gradient,) = mine
             peer = self.owners[-1] if self.parts[0].is_first else self.owners[0]
             theirs = torch.empty_like(gradient)
-            send = dist.P2POp(dist.isend, gradient.contiguous(), group=self.group, group_peer=peer)
-            receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer)
+            send = dist.P2POp(dist.isend, gradient.contiguous(), group=self.pipeline_group, group_peer=peer)
+            receive = dist.P2POp(dist.irecv, theirs, group=self.pipeline_group, group_peer=peer)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
             gradient += theirs
@@ -189,11 +189,11 @@ class PipelineBackend(FSDPBackend):
         for stage, part in zip(self.numbers, self.parts, strict=True):
             if stage and self.owners[stage - 1] != self.coordinate:
                 x = torch.empty(between, device=self.device, dtype=dtype)
-                dist.recv(x, group=self.group, group_src=self.owners[stage - 1])
+                dist.recv(x, group=self.pipeline_group, group_src=self.owners[stage - 1])
             x = last(part, x) if part.is_last else part(x, **every)
             if stage + 1 < self.count and self.owners[stage + 1] != self.coordinate:
-                dist.send(x.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
+                dist.send(x.contiguous(), group=self.pipeline_group, group_dst=self.owners[stage + 1])
         mine = self.owners[-1] == self.coordinate
         result = full(x).float() if mine else torch.empty(*shape, device=self.device)
-        dist.broadcast(result, group=self.group, group_src=self.owners[-1])
+        dist.broadcast(result, group=self.pipeline_group, group_src=self.owners[-1])
         return result

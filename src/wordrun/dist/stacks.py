@@ -26,6 +26,8 @@ Stack = Sequence[tuple[str, int, str]]
 """File, line and function of each call, the innermost last."""
 MAIN = "MainThread"
 IN_TORCH = "/torch/distributed/"
+COMPILER = "/torch/_dynamo/convert_frame.py"
+"""The file of torch whose functions are on the stack while it compiles (2.8 to 2.13; else it is not noticed)."""
 OWN = str(Path(__file__).parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 STATES = {"T": "stopped (SIGSTOP or SIGTSTP)", "t": "stopped by a debugger", "D": "waiting in the kernel (state D)"}
@@ -94,7 +96,7 @@ def compiles() -> bool:
     """Return whether torch.compile compiles in the main thread, which may take minutes at any step."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_filename.endswith("/torch/_dynamo/convert_frame.py"):
+        if frame.f_code.co_filename.endswith(COMPILER):
             return True
         frame = frame.f_back
     return False

@@ -178,9 +178,9 @@ class Guardians:
                 self._exited(node, message)
                 continue
             if "port" in message:
-                self.nodes.ports[node] = message["port"]
+                self.nodes.can_meet(node, message["port"])
             if message["event"] == "ready":
-                self.nodes.ready.add(node)
+                self.nodes.set_ready(node)
                 if self.state == "meeting":
                     self._answers.wait_for_ready()
                 else:

@@ -131,7 +131,15 @@ class Nodes:
         """Forget the launchers whose process IDs are in ``ended``."""
         self.launchers = {node: each for node, each in self.launchers.items() if each.pid not in ended}
 
-    def heir(self) -> subprocess.Popen[bytes] | None:
+    def can_meet(self, node: int, port: int) -> None:
+        """Remember a free port of ``node``, where ranks can meet if rank 0 runs there."""
+        self.ports[node] = port
+
+    def set_ready(self, node: int) -> None:
+        """Count ``node`` among those whose guardian waits for ranks to start."""
+        self.ready.add(node)
+
+    def successor(self) -> subprocess.Popen[bytes] | None:
         """Return, and forget, a launcher that can take the place of the first one, which has ended."""
         node = next((node for node in self.launchers if node in self.ready), None)
         return None if node is None else self.launchers.pop(node)

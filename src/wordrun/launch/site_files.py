@@ -39,7 +39,7 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
         ours = os.path.dirname(files[name]) == OWN
         site = load(files[name], trusted=ours)
         if site.matches(host, env):
-            return site, "recognised" if ours else f"recognised by {files[name]}"
+            return site, "recognized" if ours else f"recognized by {files[name]}"
     return UNKNOWN, "not one of the known sites"
 
 

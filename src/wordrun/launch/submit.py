@@ -252,7 +252,7 @@ class Submission:
 
     site: Site
     why: str
-    """How the site was recognised."""
+    """How the site was recognized."""
     scheduler: Scheduler
     run_id: str
     path: str
@@ -299,7 +299,7 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
     """
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
     scheduler = scheduler_of(options, site)
-    # In the job, a file of the user's own may be neither found by its name nor recognise the host.
+    # In the job, a file of the user's own may be neither found by its name nor recognize the host.
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""

@@ -98,8 +98,8 @@ class Supervisor:
         """Record the exit status of ``child`` if it is in ``ended``."""
         if self.guardians:
             self.guardians.nodes.notice(ended)
-        if self.child.pid in ended and self.guardians and (heir := self.guardians.nodes.heir()):
-            self.child = heir
+        if self.child.pid in ended and self.guardians and (successor := self.guardians.nodes.successor()):
+            self.child = successor
         elif self.child.pid in ended:
             code = os.waitstatus_to_exitcode(ended[self.child.pid])
             self.returned = code if code >= 0 else 128 - code

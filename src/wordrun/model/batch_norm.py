@@ -17,7 +17,7 @@ class BatchNorm(nn.BatchNorm2d):
     """``nn.BatchNorm2d`` whose weights may have 16 bits, as under DeepSpeed, beside statistics in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` (B, C, H, W) normalised."""
+        """Return ``x`` (B, C, H, W) normalized."""
         mean, variance = self.running_mean, self.running_var
         if mean is None or self.weight.dtype == mean.dtype:
             return super().forward(x)
@@ -35,7 +35,7 @@ class SyncBatchNorm(BatchNorm):
     _check_non_zero_input_channels = compat.check_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` (B, C, H, W) normalised; in training every rank must call this."""
+        """Return ``x`` (B, C, H, W) normalized; in training every rank must call this."""
         if not self.training or not dist.is_initialized():
             return super().forward(x)
         if x.device.type != "cpu":

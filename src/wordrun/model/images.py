@@ -23,7 +23,7 @@ SMALL = 64
 """Images of fewer pixels than this (height or width) get a residual network's small stem."""
 
 
-class Labelled(Protocol):
+class Labeled(Protocol):
     """What a classifier reads of a batch."""
 
     @property
@@ -38,12 +38,12 @@ class Labelled(Protocol):
 class Classifier(Model):
     """A model whose outputs are the logits of classes, (B, classes)."""
 
-    def losses(self, batch: Labelled) -> Tensor:
+    def losses(self, batch: Labeled) -> Tensor:
         """Return the cross entropy of each example in nats, (B,)."""
         logits = self(batch.inputs)
         return F.cross_entropy(logits.float(), batch.targets, reduction="none")
 
-    def metrics(self, batch: Labelled, outputs: Tensor) -> dict[str, Tensor]:
+    def metrics(self, batch: Labeled, outputs: Tensor) -> dict[str, Tensor]:
         """Return for each example whether the likeliest class is the right one, (B,)."""
         return {"accuracy": outputs.argmax(1) == batch.targets}
 

@@ -31,7 +31,7 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """How the router's outputs become scores, by the names that model.router takes."""
 
 
-class Common:
+class SharedState:
     """What the blocks of a model have in common."""
 
     gradient: Tensor | None = None
@@ -81,15 +81,15 @@ class _Balanced(torch.autograd.Function):
     """Returns its first argument, and adds the balance loss to what is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, balance: Tensor, common: Common) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, balance: Tensor, shared_state: SharedState) -> Tensor:
         """Return ``weights``; ``balance`` (B,) is the balance loss of each sequence."""
-        ctx.common, ctx.shape = common, balance.shape
+        ctx.shared_state, ctx.shape = shared_state, balance.shape
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of both: that of the balance loss is that of the sequence's loss."""
-        gradient = ctx.common.gradient
+        gradient = ctx.shared_state.gradient
         if gradient is None:  # in a pipeline, only the last stage has the losses
             gradient = gradients[0].new_full(ctx.shape, 1 / ctx.shape[0])
         return gradients[0], gradient, None
@@ -105,9 +105,9 @@ class Router(nn.Module):
     bias: Tensor
     counts: Tensor
 
-    def __init__(self, cfg: MoEConfig, common: Common) -> None:
+    def __init__(self, cfg: MoEConfig, shared_state: SharedState) -> None:
         super().__init__()
-        self.cfg, self.common = cfg, common
+        self.cfg, self.shared_state = cfg, shared_state
         self.weight = nn.Parameter(torch.empty(cfg.n_experts, cfg.n_embd))
         self.register_buffer("bias", torch.empty(cfg.n_experts, dtype=torch.float32))
         self.register_buffer("counts", torch.empty(cfg.n_experts, dtype=torch.int64), persistent=False)
@@ -142,7 +142,7 @@ class Router(nn.Module):
             counted.append(counts)
             if cfg.balance_loss and self.training:
                 balance = self._balance(scores, each)
-                weights = _Balanced.apply(weights, balance, self.common)  # type: ignore[no-untyped-call]
+                weights = _Balanced.apply(weights, balance, self.shared_state)  # type: ignore[no-untyped-call]
         return weights, chosen, counts
 
     def _balance(self, scores: Tensor, counts: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ class Router(nn.Module):
             scores: (B, T, E).
             counts: tokens of each expert, (B, E).
         """
-        if self.common.context:  # scores of other ranks' tokens have their gradients there
-            counts = self.common.context.mean(counts.float())
+        if self.shared_state.context:  # scores of other ranks' tokens have their gradients there
+            counts = self.shared_state.context.mean(counts.float())
         load = counts / counts.float().mean(-1, keepdim=True)
         share = (scores / scores.sum(-1, keepdim=True)).mean(1)
         return self.cfg.balance_loss * (load * share).sum(-1)
@@ -202,9 +202,9 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """The weighted sum of each token's experts, and of those that all tokens share."""
 
-    def __init__(self, cfg: MoEConfig, common: Common) -> None:
+    def __init__(self, cfg: MoEConfig, shared_state: SharedState) -> None:
         super().__init__()
-        self.common, self.router, self.experts = common, Router(cfg, common), Experts(cfg)
+        self.shared_state, self.router, self.experts = shared_state, Router(cfg, shared_state), Experts(cfg)
         self.shared = None
         if cfg.n_shared:
             self.shared = MLP(replace(cfg, n_hidden=cfg.n_shared * cfg.n_hidden, dropout=0.0))
@@ -212,12 +212,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token independently; ``x`` and the result are (B, T, C)."""
-        y = self.common.routed(self, x)
+        y = self.shared_state.routed(self, x)
         return self.drop(y if self.shared is None else y + self.shared(x))  # type: ignore[no-any-return]
 
     def leave_uncompiled(self) -> None:
         """Compile without ``routed``: sorting takes little time, and the numbers of tokens differ in each step."""
-        self.common.leave_uncompiled()
+        self.shared_state.leave_uncompiled()
 
     def routed(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the experts that the router chooses, (B, T, C)."""
@@ -241,14 +241,14 @@ class MixtureOfExperts(Llama):
 
     def new_block(self) -> Block:
         """Return a block."""
-        if "common" not in vars(self):
-            self.common = Common()
-        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.common))
+        if "shared_state" not in vars(self):
+            self.shared_state = SharedState()
+        return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.shared_state))
 
     def divide_sequences(self, context: Context) -> None:
         """Train and evaluate on this rank's part of each sequence, and balance the loads of complete ones."""
         super().divide_sequences(context)
-        self.common.divide_sequences(context)
+        self.shared_state.divide_sequences(context)
 
     @property
     def routers(self) -> list[Router]:
@@ -262,7 +262,7 @@ class MixtureOfExperts(Llama):
         """
         losses = super().losses(batch)
         if self.cfg.balance_loss and losses.requires_grad:
-            losses.register_hook(self.common.set_gradient)  # type: ignore[no-untyped-call]
+            losses.register_hook(self.shared_state.set_gradient)  # type: ignore[no-untyped-call]
         return losses
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
+        """Normalize the last dimension of ``x``."""
         if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):
@@ -23,7 +23,7 @@ class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` whose output has the input's dtype under autocast too, instead of fp32; computes in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
+        """Normalize the last dimension of ``x``."""
         if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         with torch.autocast(x.device.type, enabled=False):

@@ -176,8 +176,7 @@ def _overrides(backend: BackendConfig) -> list[str]:
     """Return the overrides that select ``backend``."""
     default = type(backend)()
     changed = [f.name for f in fields(backend) if getattr(backend, f.name) != getattr(default, f.name)]
-    if isinstance(backend, DeepSpeedConfig):
-        changed = list(dict.fromkeys(["stage", *changed]))
+    changed = list(dict.fromkeys([*backend.always_shown, *changed]))
     values = {name: config.value_text(getattr(backend, name)) for name in changed}
     return [f"train.backend={backend.name}", *(f"backend.{name}={value}" for name, value in values.items())]
 

@@ -39,7 +39,7 @@ RESULTS = {
 """The entries of run.json that a comparison shows, with the titles of their columns."""
 
 
-def load_beside() -> None:
+def preload_end() -> None:
     """Begin in another thread, beside the steps, with what the end of a run needs: imports, and the default options."""
 
     def load() -> None:

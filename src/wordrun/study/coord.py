@@ -8,7 +8,7 @@ from typing import Any
 
 from wordrun.checks import require_transformer
 from wordrun.composer import compose
-from wordrun.config import Config, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.config import Config, TransformerConfig
 from wordrun.errors import ConfigError, UserError
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
@@ -129,8 +129,8 @@ def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
     """
     cfg = base.transformer
     words = [f"model.n_embd={width}", f"model.mup={KINDS[kind]}"]
-    if isinstance(cfg, LlamaConfig) and not (isinstance(cfg, ModernConfig) and cfg.n_hidden == 4 * cfg.n_embd):
-        words.append(f"model.n_hidden={8 * round(cfg.n_hidden * width / cfg.n_embd / 8)}")
+    if (hidden := cfg.hidden_at(width)) is not None:
+        words.append(f"model.n_hidden={hidden}")
     if kind == "mup":
         words.append(f"model.mup_base_width={unchanged}")
     return words

@@ -64,7 +64,7 @@ def run(sweep: Sweep, points: Sequence[Point], found: Sequence[placements.Placem
     print(f"sweep {sweep.dir}: {len(todo)} point{'s' * (len(todo) != 1)}, {at_once} at a time{done}", flush=True)
     with Pool(sweep, found) as pool:
         progress = LiveTable(sweep, pool)
-        progress.states.update({number: state for number, state in states.items() if state in ("finished", "running")})
+        progress.set_states({number: state for number, state in states.items() if state in ("finished", "running")})
         with progress:
             while pool.running or (todo and not pool.ending):
                 while todo and pool.free and not pool.ending:

@@ -205,9 +205,8 @@ class Search:
         looked = 0.0
         with Pool(self.sweep, found) as pool:
             progress = LiveTable(self.sweep, pool, self.options.metric, higher=self.higher, keys=self.space)
-            for trial in self.study.get_trials(deepcopy=False, states=tuple(STATES)):
-                progress.states[trial.user_attrs.get("point", -1)] = STATES[trial.state]
-            progress.states.pop(-1, None)
+            before_now = self.study.get_trials(deepcopy=False, states=tuple(STATES))
+            progress.set_states({t.user_attrs["point"]: STATES[t.state] for t in before_now if "point" in t.user_attrs})
             with progress:
                 while pool.running or (self.count() < self.options.n_trials and not pool.ending):
                     while pool.free and not pool.ending and self.count() + len(self.trials) < self.options.n_trials:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 
 from rich.live import Live
@@ -45,6 +45,10 @@ class LiveTable:
         """Remove the table, whose last version ``finish`` prints."""
         if self._live:
             self._live.stop()
+
+    def set_states(self, states: Mapping[int, str]) -> None:
+        """Show the state of points that have been run before, by their numbers."""
+        self.states.update(states)
 
     def started(self, point: Point) -> None:
         """Show that ``point`` has started."""

@@ -127,7 +127,7 @@ class Tracker:
         """Release what would fail again when the process exits; called instead of ``finish`` after a failure."""
 
 
-class Appending(Tracker):
+class AppendOnlyTracker(Tracker):
     """The base class of trackers that cannot delete steps: what a resumed run repeats is not recorded again."""
 
     def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Appending(Tracker):
         self._logged = max(self._logged, logged)
 
 
-class Beside(Appending):
+class BackgroundTracker(AppendOnlyTracker):
     """The base class of trackers whose library another thread calls, so that no step waits for it."""
 
     def __init__(self, options: Any, run: RunInfo, state: dict[str, Any]) -> None:

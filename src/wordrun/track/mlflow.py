@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from wordrun.config import MlflowConfig
-from wordrun.track.base import Beside, RunInfo, missing
+from wordrun.track.base import BackgroundTracker, RunInfo, missing
 
 PARAMS = 100
 """MLflow takes at most this many parameters at once."""
 
 
-class MlflowTracker(Beside):
+class MlflowTracker(BackgroundTracker):
     """One MLflow run."""
 
     def __init__(self, options: MlflowConfig, run: RunInfo, state: dict[str, Any]) -> None:

@@ -9,19 +9,19 @@ from typing import Any
 
 from wordrun.config import TrackioConfig
 from wordrun.log import LOGGER
-from wordrun.track.base import Appending, RunInfo, missing
+from wordrun.track.base import AppendOnlyTracker, RunInfo, missing
 
 RENAMED = {"time": "elapsed"}
 """Metrics with names that trackio reserves."""
 
 
-class TrackioTracker(Appending):
+class TrackioTracker(AppendOnlyTracker):
     """One Trackio run; a thread of trackio's stores the metrics."""
 
     def __init__(self, options: TrackioConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
         try:
-            # trackio compares each value with its classes. A run imports it in another thread (load_beside); half
+            # trackio compares each value with its classes. A run imports it in another thread (preload_end); half
             # imported it has none, and trackio would drop the metrics.
             import matplotlib.figure  # noqa: F401
             import trackio

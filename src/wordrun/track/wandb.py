@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from wordrun.config import WandbConfig
 from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
-from wordrun.track.base import Beside, RunInfo
+from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.jsonl import between
 from wordrun.track.wandb_files import last_step
 
@@ -30,7 +30,7 @@ FINISH_TIMEOUT_S = 60
 MODES = ("online", "offline", "disabled", "dryrun", "shared")
 
 
-class WandbTracker(Beside):
+class WandbTracker(BackgroundTracker):
     """One W&B run, which starts beside the first steps: importing wandb and starting its process takes a second."""
 
     def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 
 from wordrun import dist, log, project, sizes
 from wordrun.composer import compose, register, renamed, to_config
-from wordrun.config import SECTIONS, SEVERAL, Config, TextConfig, schemas
+from wordrun.config import SECTIONS, SEVERAL, Config, schemas
 from wordrun.dist import staying, watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
@@ -173,7 +173,7 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
         cfg = compose(args.overrides, tree=_tree(args), ranks=ranks, per_node=per_node)
         sizes.accepted(cfg)
         cfg = sizes.fit(cfg, world.size)
-        if isinstance(cfg.data, TextConfig) and cfg.data.kind == "file":
+        if cfg.data.kind == "file":
             from wordrun.prepare.sources import locate
 
             locate(cfg.text).files()  # a missing file is reported before torch is loaded

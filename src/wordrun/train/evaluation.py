@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from wordrun.backend import Backend
-from wordrun.config import Config, EarlyStopConfig
+from wordrun.config import Config
 from wordrun.errors import ConfigError, UserError, nearest, raise_all
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.model import Model
@@ -42,11 +42,10 @@ class Evaluation:
             UserError: a metric is not a value for each example.
             PartError: a metric failed.
         """
-        train, stop = self.cfg.train, self.cfg.hooks.get("early_stop")
+        train = self.cfg.train
         wanted = [("train.best_metric", train.best_metric)]
-        if isinstance(stop, EarlyStopConfig):
-            wanted.append(("hooks.early_stop.metric", stop.metric))
-        wanted = [(option, name) for option, name in wanted if name != "val_loss"]
+        wanted += [(f"hooks.{name}.metric", hook.metric_needed) for name, hook in self.cfg.hooks.items()]
+        wanted = [(option, name) for option, name in wanted if name not in ("", "val_loss")]
         if not train.eval_interval or not (wanted or self.own or self.cfg.metrics):
             return
         known = self._means(1)

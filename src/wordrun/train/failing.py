@@ -171,7 +171,7 @@ class FailedHooks:
         if not dist.all_arrive(f"{trainer.cfg.run_dir} {trainer.step}", trainer.world, TOGETHER_S):
             raise error
         self.everywhere = True
-        trainer.hooks.failed.setdefault("the learning rate", error)
+        trainer.hooks.keep_failure("the learning rate", error)
 
     def raise_first(self) -> None:
         """Raise the error of a hook that has failed on any rank; every rank must call this."""

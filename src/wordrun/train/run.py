@@ -153,7 +153,7 @@ class Run:
             if not self._logged:  # only now, so that the first step does not wait for the import
                 self._logged = True
                 if self.cfg.train.report:
-                    page.load_beside()
+                    page.preload_end()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
 

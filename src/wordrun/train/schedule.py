@@ -19,7 +19,7 @@ def learning_rate(
     """Return the learning rate of ``step``, which counts from 0.
 
     ``dp`` is the number of data-parallel ranks. optimizer.scale_lr scales the peak with it: linearly (Goyal et al.
-    2017), or by its square root (Krizhevsky 2014), which suits Adam's normalised steps.
+    2017), or by its square root (Krizhevsky 2014), which suits Adam's normalized steps.
 
     Raises:
         PartError: the schedule is not wordrun's own, and failed.

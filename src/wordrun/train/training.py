@@ -339,7 +339,11 @@ class HookSet(Mapping[str, Hook]):
             named = error if isinstance(error, UserError) else self._problem(name, event, error, step)
             if not keep:
                 raise named from error.__cause__ if named is error else error
-            self.failed.setdefault(name, named)
+            self.keep_failure(name, named)
+
+    def keep_failure(self, name: str, error: Exception) -> None:
+        """Keep the first ``error`` of hook ``name``, which is raised once all ranks know."""
+        self.failed.setdefault(name, error)
 
     def _problem(self, name: str, event: str, error: Exception, step: int | None = None) -> HookError:
         at = "" if step is None else f" after {step} steps"
