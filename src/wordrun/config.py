@@ -286,7 +286,7 @@ class MoEConfig(LlamaConfig):
     n_active: int = 2
     """Number of experts that each token is routed to."""
     n_shared: int = 0
-    """Number of further, shared experts, which all tokens go to."""
+    """Number of shared experts, which process every token, in addition to n_experts."""
     router: str = "softmax"
     """How the router's outputs become scores: softmax (Mixtral, Qwen3-MoE) or sigmoid (DeepSeek-V3)."""
     normalize_weights: bool = True
@@ -452,7 +452,8 @@ class TextConfig(DataConfig):
     answer_key: str = "answer"
     """Field of an answer (pairs)."""
     template: str = "{prompt}{answer}"
-    """Text of a pair; the loss is on {answer} and what follows it. wordrun generate writes its turns like this."""
+    """Text of a pair; the loss is on {answer} and what follows it. wordrun generate formats the turns of a conversation
+    with it."""
     dataset: str | None = None
     """A Hugging Face dataset: its name, or a local folder."""
     subset: str | None = None
@@ -1312,8 +1313,8 @@ class TrainConfig(Section):
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
-    """Validation batches per evaluation, each the size of a training step and spread evenly over the validation data;
-    null: all validation data."""
+    """Number of validation batches per evaluation, each as large as the global batch, taken at even distances from the
+    validation data; null: all validation data."""
     log_interval: int = 10
     """Steps between logged metrics."""
     sample_interval: int = 500

@@ -11,7 +11,7 @@ from wordrun.validation import not_negative, positive
 EXAMPLES = "wordrun.train.examples:ExamplesTask"
 """The task of data that consist of examples with an index: images with their classes, or any map-style dataset."""
 TEXT = "wordrun.train.language:LanguageTask"
-"""The task of text: language modelling."""
+"""The task of text: language modeling."""
 
 
 class Section:

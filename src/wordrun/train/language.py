@@ -1,4 +1,4 @@
-"""The language modelling task: corpus, tokenizer, model and samples."""
+"""The language modeling task: corpus, tokenizer, model and samples."""
 
 from __future__ import annotations
 
