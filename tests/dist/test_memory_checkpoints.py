@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import wordrun
 from wordrun import dist
-from wordrun.checkpoint import held
+from wordrun.checkpoint import memory_file
 from wordrun.checkpoint.node_memory import NodeMemory
 from wordrun.dist.peers import Peers
 from wordrun.train.hooks import Hook
@@ -45,7 +45,7 @@ node = plan["nodes"][rank]
 os.environ["WORDRUN_SHM"] = str(Path("memory", node).absolute())
 Path("memory", node).mkdir(parents=True, exist_ok=True)
 FUNCTIONS = {
-    "copy": (held, "hold"), "checksums": (held, "_complete"), "publish": (NodeMemory, "publish"),
+    "copy": (memory_file, "write"), "checksums": (memory_file, "_complete"), "publish": (NodeMemory, "publish"),
     "remove": (NodeMemory, "keep_only"), "fetch": (Peers, "fetch"),
 }
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 import wordrun
-from wordrun.checkpoint import held, shards, sums
+from wordrun.checkpoint import memory_file, shards, sums
 from wordrun.checkpoint.folder import file_of, write_manifest
 from wordrun.checkpoint.grid import Grid
 from wordrun.checkpoint.index import Divided, StoredTensor
@@ -67,7 +67,7 @@ def test_a_held_file_is_what_shards_write_writes(tmp_path: Path) -> None:
         "small": torch.randn(3).to(torch.float8_e4m3fn),
     }  # fmt: skip
     mine, stored = own(tensors)
-    complete = held.hold(tmp_path, mine, 0, stored)
+    complete = memory_file.write(tmp_path, mine, 0, stored)
     path = tmp_path / file_of(0)
     assert sums.problem(path) == f"{path.name}: its header does not match its checksum", "it is not complete yet"
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -91,7 +91,7 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            held.hold(tmp_path, mine, 0, {})
+            memory_file.write(tmp_path, mine, 0, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list(tmp_path.iterdir())
@@ -99,7 +99,7 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> No
 
 def test_a_rank_that_has_only_empty_shards_writes_a_file(tmp_path: Path) -> None:
     mine, stored = own({"none": torch.empty(0, 4)})
-    held.hold(tmp_path, mine, 0, stored)()
+    memory_file.write(tmp_path, mine, 0, stored)()
     assert sums.problem(tmp_path / file_of(0)) == ""
 
 
@@ -107,7 +107,7 @@ def checkpoint(memory: NodeMemory, name: str = NAME) -> None:
     """Publish a checkpoint of one rank."""
     draft = memory.draft(name)
     mine, stored = own({"a": torch.ones(3)})
-    held.hold(draft, mine, 0, stored)()
+    memory_file.write(draft, mine, 0, stored)()
     write_manifest(draft, {
         "step": 20, "files": {}, "config": {}, "backend": {"kind": "shards"}, "shards": 1, "run": "today",
     })  # fmt: skip
@@ -117,7 +117,7 @@ def checkpoint(memory: NodeMemory, name: str = NAME) -> None:
 def test_a_node_offers_only_what_is_published_and_intact(memory: Any) -> None:
     mine = memory()
     shard, stored = own({"a": torch.ones(3)})
-    held.hold(mine.draft(name_of(30, "ab12", 1)), shard, 0, stored)
+    memory_file.write(mine.draft(name_of(30, "ab12", 1)), shard, 0, stored)
     assert mine.offers() == {}
     checkpoint(mine)
     assert mine.offers() == {NAME: {"step": 20, "shards": 1, "run": "today", "ranks": [0]}}

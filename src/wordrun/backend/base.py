@@ -30,9 +30,9 @@ MakeModel = Callable[..., Any]
 """Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
-Hold = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
+MemoryWriter = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
 """Copies a rank's shards and the description of all tensors into its file; returns a function that completes it."""
-Bring = Callable[[Iterable[str]], None]
+Fetch = Callable[[Iterable[str]], None]
 Options = TypeVar("Options", bound=BackendConfig)
 
 
@@ -132,28 +132,32 @@ class Backend(Protocol):
         """Return a language model's logits (B, V) at the last of ``tokens`` (B, T), without gradients."""
 
     def begin_save(
-        self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None, hold: Hold | None = None
+        self,
+        rank_tensors: Mapping[str, Tensor],
+        weight_like: Mapping[str, Tensor] | None = None,
+        memory_writer: MemoryWriter | None = None,
     ) -> Save:
         """Copy the current training state.
 
         Args:
-            own: additional tensors that only this rank saves, under names that no other rank uses.
-            alike: additional tensors with the shape and the sharding of a weight, named ``hooks.HOOK.WEIGHT``.
-            hold: copies what this rank writes, for a checkpoint in memory; None: copy it to buffers for the disk.
+            rank_tensors: additional tensors that only this rank saves, under names that no other rank uses.
+            weight_like: additional tensors with the shape and the sharding of a weight, named ``hooks.HOOK.WEIGHT``.
+            memory_writer: copies what this rank writes, for a checkpoint in memory; None: copy it to buffers for the
+                disk.
         """
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
-        bring: Bring | None = None,
+        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Restore the training state from a checkpoint written by any layout of ranks.
 
         Args:
             folder: the checkpoint.
             facts: the ``facts`` of the save.
-            own: names of the tensors that only this rank saved; they are returned.
-            alike: tensors to read in place, as in ``begin_save``.
-            bring: for a checkpoint in memory, called with the files that this rank needs before it reads any.
+            rank_tensors: names of the tensors that only this rank saved; they are returned.
+            weight_like: tensors to read in place, as in ``begin_save``.
+            fetch: for a checkpoint in memory, called with the files that this rank needs before it reads any.
 
         Raises:
             ConfigError: this backend cannot read this kind of checkpoint.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import compat_deepspeed, ds_config
-from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked
+from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked
 from wordrun.backend.native import average
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
@@ -139,21 +139,24 @@ class DeepSpeedBackend:
         return self.parts[0].logits_at(tokens, -1, self.engine)
 
     def begin_save(
-        self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None, hold: Hold | None = None
+        self,
+        rank_tensors: Mapping[str, Tensor],
+        weight_like: Mapping[str, Tensor] | None = None,
+        memory_writer: MemoryWriter | None = None,
     ) -> Save:
         """Return a save that the engine writes in its own format, which only the same number of ranks can read."""
-        if alike:
-            raise UserError(f"DeepSpeed's engine cannot save {next(iter(alike))}: use another train.backend")
+        if weight_like:
+            raise UserError(f"DeepSpeed's engine cannot save {next(iter(weight_like))}: use another train.backend")
         facts = {"kind": "deepspeed", "ranks": self.spec.world.size, "stage": self.stage}
-        return Save(facts, partial(self._write, own), in_background=False)
+        return Save(facts, partial(self._write, rank_tensors), in_background=False)
 
-    def _write(self, own: Mapping[str, Tensor], folder: Path) -> None:
+    def _write(self, rank_tensors: Mapping[str, Tensor], folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag=ENGINE, save_latest=False)
-        torch.save(dict(own), self._own_file(folder))
+        torch.save(dict(rank_tensors), self._own_file(folder))
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
-        bring: Bring | None = None,
+        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Restore the training state from the engine's files."""
         if facts["kind"] != "deepspeed":
@@ -169,8 +172,8 @@ class DeepSpeedBackend:
             )
         with compat_deepspeed.deepspeed_reads_data_only():
             self.engine.load_checkpoint(str(folder), tag=ENGINE)
-            found = torch.load(self._own_file(folder)) if own else {}
-        return {name: found[name] for name in own}
+            found = torch.load(self._own_file(folder)) if rank_tensors else {}
+        return {name: found[name] for name in rank_tensors}
 
     def _own_file(self, folder: Path) -> Path:
         return folder / ENGINE / f"rank-{self.spec.world.rank:05d}.pt"

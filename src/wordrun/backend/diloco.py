@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from wordrun.backend.base import BackendSpec, Bring, StepResult
+from wordrun.backend.base import BackendSpec, Fetch, StepResult
 from wordrun.backend.ddp import DDPBackend
 from wordrun.backend.few_bits import mean_in_bits
 from wordrun.backend.fsdp import FSDPBackend
@@ -144,7 +144,7 @@ class Islands(NativeBackend):
         """Return what ``load`` needs besides the files."""
         return {**super().facts(), "islands": self.islands, "between": bool(self.stale), "steps": self.steps}
 
-    def share(self, alike: Mapping[str, Tensor]) -> shards.Share:
+    def shards_to_write(self, weight_like: Mapping[str, Tensor]) -> shards.RankShards:
         """Return what this rank writes: its part of the outer state, and of its island's own.
 
         The outer weights have the names of a model's weights, and the first island's optimizer state those of any
@@ -152,7 +152,7 @@ class Islands(NativeBackend):
         """
         outer = self._outer_state()
         ours = shards.to_write(outer, self.all_ranks.of_parameters, self.rank, self._rows_of(outer))
-        mine = super().share(alike)
+        mine = super().shards_to_write(weight_like)
 
         def named(name: str) -> str:
             return name if self.island == 0 and not name.startswith("model.") else f"island.{self.island}.{name}"
@@ -160,7 +160,7 @@ class Islands(NativeBackend):
         kept = [name for name in mine.tensors if self.stale or not name.startswith("model.")]
         tensors = {named(name): mine.tensors[name] for name in kept}
         own = [replace(shard, name=named(shard.name)) for shard in mine.shards if shard.name in kept]
-        return shards.Share([*ours.shards, *own], ours.tensors | tensors)
+        return shards.RankShards([*ours.shards, *own], ours.tensors | tensors)
 
     def _outer_state(self) -> dict[str, Tensor]:
         """Return the outer weights and their momentum by their names in a checkpoint."""
@@ -186,11 +186,11 @@ class Islands(NativeBackend):
         return found | {name.removeprefix(prefix): replace(tensor, key=name) for name, tensor in own.items()}
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
-        bring: Bring | None = None,
+        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Read this island's state and the outer state; without an outer state, start one from the weights."""
-        mine = super().load(folder, facts, own, alike, bring)
+        mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
         state = self.model_state()
         for name, tensor in self.outer.items():
             local(tensor).copy_(local(state[name].detach()))
@@ -198,7 +198,7 @@ class Islands(NativeBackend):
             local(tensor).zero_()
         stored = index.load(folder)
         outer = {name: tensor for name, tensor in self._outer_state().items() if name in stored}
-        self.read(folder, outer, stored, bring)
+        self.read(folder, outer, stored, fetch)
         self.steps = facts.get("steps", self.steps)
         self.stale = set(range(len(self.fragments))) if facts.get("between") else set()
         return mine

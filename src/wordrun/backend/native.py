@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun import compat
-from wordrun.backend.base import BackendSpec, Bring, Hold, Save, StepResult, checked, require_shards
+from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked, require_shards
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.transforms import compile_model, compile_options
@@ -229,15 +229,16 @@ class NativeBackend:
             theirs.copy_(kept)
 
     def begin_save(
-        self, own: Mapping[str, Tensor], alike: Mapping[str, Tensor] | None = None, hold: Hold | None = None
-    ) -> Save:
+        self, rank_tensors: Mapping[str, Tensor], weight_like: Mapping[str, Tensor] | None = None,
+        memory_writer: MemoryWriter | None = None,
+    ) -> Save:  # fmt: skip
         """Copy the part of the training state that this rank writes to host memory."""
-        mine = self.share(alike or {})
-        written = [*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in own.items())]
+        mine = self.shards_to_write(weight_like or {})
+        written = [*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in rank_tensors.items())]
         firsts = range(0, self.ranks, self.layout.stride("pp"))
         tensors = mine.tensors if self.rank in firsts else {}
-        if hold is not None:
-            complete = hold(written, self.rank, tensors)
+        if memory_writer is not None:
+            complete = memory_writer(written, self.rank, tensors)
             return Save(self.facts(), lambda folder: complete(), in_background=True, shards=self.ranks)
         copies = self.copies.take(written)
         return Save(
@@ -249,40 +250,40 @@ class NativeBackend:
         """Return what ``load`` needs besides the files."""
         return {"kind": "shards", "scaler": self.scaler.state_dict()}
 
-    def share(self, alike: Mapping[str, Tensor]) -> shards.Share:
+    def shards_to_write(self, weight_like: Mapping[str, Tensor]) -> shards.RankShards:
         """Return what this rank writes into a checkpoint."""
         state = self.model_state(once=True)
-        alike = {name: tensor for name, tensor in alike.items() if f"model.{parameter_of(name)}" in state}
-        state |= {**alike, **tensors_of(self.optimizer, self.named_parameters(once=True))}
+        weight_like = {name: tensor for name, tensor in weight_like.items() if f"model.{parameter_of(name)}" in state}
+        state |= {**weight_like, **tensors_of(self.optimizer, self.named_parameters(once=True))}
         return shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
-        bring: Bring | None = None,
+        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Read this rank's shards and its ``own`` tensors."""
+        """Read this rank's shards and its ``rank_tensors``."""
         require_shards(folder, facts, on_islands=self.on_islands)
         stored = self.stored(folder, facts)
         restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
-        mine = {name: stored[name].empty() for name in own if name in stored}
+        mine = {name: stored[name].empty() for name in rank_tensors if name in stored}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
-        tensors: dict[str, Any] = {**weights, **(alike or {}), **restored.tensors, **mine}
-        others = [name for name in own if name not in mine]
-        self.read(folder, tensors, stored, bring, [file_of(self.rank)] if others else [])
+        tensors: dict[str, Any] = {**weights, **(weight_like or {}), **restored.tensors, **mine}
+        others = [name for name in rank_tensors if name not in mine]
+        self.read(folder, tensors, stored, fetch, [file_of(self.rank)] if others else [])
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
         return mine | (shards.read_own(folder, self.rank, others) if others else {})
 
     def read(
-        self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor], bring: Bring | None,
+        self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor], fetch: Fetch | None,
         files: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Fill this rank's shards of ``tensors`` with the values in ``folder``; ``files`` of it will be needed, too."""
         unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
-        if bring is not None:
-            bring({*shards.needed(folder, tensors | unpadded, stored), *files})
+        if fetch is not None:
+            fetch({*shards.needed(folder, tensors | unpadded, stored), *files})
         for name, shard in unpadded.items():
             local(tensors[name].detach())[len(shard.data) :] = 0  # a non-finite step also corrupts the padding
         shards.read(folder, tensors | unpadded, stored)

@@ -13,7 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from wordrun import compat
-from wordrun.backend.base import BackendSpec, Bring, StepResult
+from wordrun.backend.base import BackendSpec, Fetch, StepResult
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
@@ -100,11 +100,11 @@ class PipelineBackend(FSDPBackend):
                 yield ("tokens.weight" if copy else name), parameter
 
     def load(
-        self, folder: Path, facts: dict[str, Any], own: Sequence[str] = (), alike: Mapping[str, Tensor] | None = None,
-        bring: Bring | None = None,
+        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Read this rank's shards and its ``own`` tensors."""
-        mine = super().load(folder, facts, own, alike, bring)
+        """Read this rank's shards and its ``rank_tensors``."""
+        mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
         self._copy_tied_weight()
         return mine
 

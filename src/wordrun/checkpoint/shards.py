@@ -70,7 +70,7 @@ def grid_of(tensor: Tensor, layout: Layout) -> Grid:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShards:
     """What a rank writes, and where all shards of its tensors are."""
 
     shards: list[TensorShard]
@@ -78,7 +78,9 @@ class Share:
     """By name; the same on all ranks of a pipeline stage."""
 
 
-def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None) -> Share:
+def to_write(
+    tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Mapping[str, int] | None = None
+) -> RankShards:
     """Return what ``rank`` writes; ranks that hold the same shards divide them evenly.
 
     Args:
@@ -89,7 +91,7 @@ def to_write(tensors: Mapping[str, Tensor], layout: Layout, rank: int, rows: Map
     """
     stage = rank - rank % layout.stride("pp")
     load: dict[tuple[str, ...], list[int]] = {}
-    share = Share([], {})
+    share = RankShards([], {})
     largest_first = sorted(tensors.items(), key=lambda pair: -pair[1].numel())
     for name, tensor in largest_first:
         grid = grid_of(tensor, layout)

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import dist
-from wordrun.backend.base import Hold, Save
-from wordrun.checkpoint import folder as folders, held, node_memory, sums
+from wordrun.backend.base import MemoryWriter, Save
+from wordrun.checkpoint import folder as folders, memory_file, node_memory, sums
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import INDEX, StoredTensor
 from wordrun.checkpoint.node_memory import NodeMemory
@@ -115,7 +115,7 @@ class MemoryCheckpoints(BackgroundSaves):
             problem = f"{self.world.host}: {error if isinstance(error, UserError) else first_line(error)}"
         return first_text(problem, self.world.device)[1]
 
-    def check(self, begin: Callable[[Hold], Save], *, resumed: bool) -> None:
+    def check(self, begin: Callable[[MemoryWriter], Save], *, resumed: bool) -> None:
         """Compare what checkpoints need with the memory of each node, once the first step has allocated all state.
 
         Args:
@@ -131,7 +131,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
         def measure(shards: Sequence[TensorShard], *_: Any) -> Callable[[], None]:
             nonlocal size
-            size = held.size_of(shards)
+            size = memory_file.size_of(shards)
             return lambda: None
 
         begin(measure)
@@ -162,7 +162,7 @@ class MemoryCheckpoints(BackgroundSaves):
         copies = "with a copy on the next node" if other else "without copies, because all ranks are on one node"
         LOGGER.info("checkpoints in memory: %s, %s", where, copies)
 
-    def save(self, step: int, begin: Callable[[Hold], Save], manifest: dict[str, Any]) -> None:
+    def save(self, step: int, begin: Callable[[MemoryWriter], Save], manifest: dict[str, Any]) -> None:
         """Copy the state, and complete the checkpoint in the background; ``wait`` for the previous one first.
 
         Args:
@@ -175,15 +175,15 @@ class MemoryCheckpoints(BackgroundSaves):
         self._number += 1
         tensors: dict[str, Any] = {}
 
-        def hold(shards: Sequence[TensorShard], rank: int, stored: Mapping[str, StoredTensor]) -> Callable[[], None]:
+        def write(shards: Sequence[TensorShard], rank: int, stored: Mapping[str, StoredTensor]) -> Callable[[], None]:
             tensors.update((name, tensor.plain()) for name, tensor in stored.items())
-            return held.hold(self.memory.draft(name), shards, rank, stored)
+            return memory_file.write(self.memory.draft(name), shards, rank, stored)
 
         save, problem = None, ""
         try:
             if (free := self.memory.free()) < self._own:
                 raise OSError(f"needs {readable(self._own)}, but only {readable(free)} are free")
-            save = begin(hold)
+            save = begin(write)
         except OSError as error:
             problem = f"{self.memory.root} on {self.nodes.host}: {first_line(error)}"
         self._start("memory checkpoint", self._write, step, name, save, problem, tensors, manifest)

@@ -36,7 +36,7 @@ class InMemory:
         """This node's part."""
         return Folder(self.saves.memory.path / self.name, self.step)
 
-    def bring(self, files: Iterable[str]) -> None:
+    def fetch(self, files: Iterable[str]) -> None:
         """Fetch those of ``files``, which this rank needs, that its node does not have; all ranks must call this.
 
         Raises:
@@ -58,7 +58,7 @@ class InMemory:
             raise LostError(f"the checkpoint of step {self.step} in memory cannot be read: {problem}")
 
     def release(self) -> None:
-        """Remove what ``bring`` has fetched, once all ranks have read it."""
+        """Remove what ``fetch`` has fetched, once all ranks have read it."""
         self.saves.problem_of(lambda: None)
         for path in self._brought:
             path.unlink(missing_ok=True)

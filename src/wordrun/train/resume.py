@@ -262,9 +262,9 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMe
     same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
     mine = rng_name(world.rank, manifest.get("rng", "streams"))  # as it was called at first
     states = manifest.get("hooks")
-    bring = {} if memory is None else {"bring": memory.bring}
+    fetch = {} if memory is None else {"fetch": memory.fetch}
     tensors = trainer.hooks.tensors(states or {})
-    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], tensors, **bring)
+    own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], tensors, **fetch)
     if memory is not None:
         memory.release()
     if same:

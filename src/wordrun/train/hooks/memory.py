@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wordrun.backend.base import Hold, Save
+from wordrun.backend.base import MemoryWriter, Save
 from wordrun.dist import watch
 from wordrun.train import resume
 from wordrun.train.hooks.standard import Checkpoint
@@ -19,8 +19,8 @@ class CheckpointAndMemory(Checkpoint):
     def after_step(self, trainer: Training) -> None:
         """Start saving to memory and to disk if due."""
 
-        def begin(hold: Hold) -> Save:
-            return trainer.backend.begin_save(resume.own_tensors(trainer), trainer.hooks.tensors(), hold)
+        def begin(memory_writer: MemoryWriter) -> Save:
+            return trainer.backend.begin_save(resume.own_tensors(trainer), trainer.hooks.tensors(), memory_writer)
 
         self._in_memory.raise_failure()
         self._in_memory.check(begin, resumed=trainer.start.source is not None)

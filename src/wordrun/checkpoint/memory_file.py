@@ -51,7 +51,7 @@ def size_of(shards: Sequence[TensorShard]) -> int:
     return sum(shard.data.numel() * shard.data.element_size() for shard in shards)
 
 
-def hold(
+def write(
     folder: Path, shards: Sequence[TensorShard], rank: int, tensors: Mapping[str, StoredTensor]
 ) -> Callable[[], None]:
     """Copy ``shards`` into the file of ``rank`` in ``folder``; return a function that completes it, in any thread.
