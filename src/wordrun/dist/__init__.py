@@ -13,12 +13,12 @@
 
 from wordrun.dist.setup import (
     abort,
-    all_arrive,
     begin_anew,
     cleanup,
     discover_or_exit,
     guard,
     identify,
+    monitored_barrier,
     session,
     setup,
     share,
@@ -28,13 +28,13 @@ from wordrun.dist.world import World, discover
 __all__ = [
     "World",
     "abort",
-    "all_arrive",
     "begin_anew",
     "cleanup",
     "discover",
     "discover_or_exit",
     "guard",
     "identify",
+    "monitored_barrier",
     "session",
     "setup",
     "share",

@@ -97,14 +97,14 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     return values.loads(store.get(key))
 
 
-def all_arrive(place: str, world: World, timeout_s: float) -> bool:
-    """Return whether every rank calls this with the same, new ``place`` before ``timeout_s`` is over for one of them.
+def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:
+    """Return whether every rank calls this with the same, new ``name`` before ``timeout_s`` is over for one of them.
 
     It needs no collective, so the ranks that do not call it may be in one.
     """
     if world.size == 1:
         return True
-    store, key = shared_store(world), f"wordrun/arrived/{place}"
+    store, key = shared_store(world), f"wordrun/arrived/{name}"
     if store.add(key, 1) == world.size:
         store.set(f"{key}/all", b"")
     try:

@@ -255,10 +255,11 @@ def _parts(cfg: LlamaConfig) -> list[str]:
 
 def _require(cfg: TransformerConfig, options: Mapping[str, Any], problem: str, kind: str) -> None:
     """Raise a UserError with the ``problem`` unless ``cfg`` has these ``options``, so that it can be a ``kind``."""
-    words = [f"model.{key}={value_text(value)}" for key, value in options.items() if getattr(cfg, key) != value]
-    if words:
+    overrides = [f"model.{key}={value_text(value)}" for key, value in options.items() if getattr(cfg, key) != value]
+    if overrides:
         raise UserError(
-            f"{problem}: export it with form=checkpoint; only a model with {' '.join(words)} can be exported as {kind}"
+            f"{problem}: export it with form=checkpoint; only a model with {' '.join(overrides)} can be exported as "
+            f"{kind}"
         )
 
 

@@ -87,7 +87,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
     files, shapes = open_files(folder)
     described = replace(cfg, vocab_size=cfg.vocab_size or vocab_size)
     problems: list[str] = []
-    words: list[str] = []
+    overrides: list[str] = []
     if mup.scales(cfg):
         problems.append(f"{folder} holds a plain model, which needs model.mup=false")
     if (folder / "config.json").exists():
@@ -97,13 +97,13 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
             # transformers' GPT-2 always has biases, 0 if the model was trained without.
             biases = (name for name in files if name.endswith(".bias") and not NO_WEIGHTS.fullmatch(name))
             described = replace(described, bias=any(bool(files[name].any()) for name in biases))
-        found, words = differences(folder, described, cfg, vocab_size, str(facts["model_type"]))
+        found, overrides = differences(folder, described, cfg, vocab_size, str(facts["model_type"]))
         problems += found
     if isinstance(described, MoEConfig):
         files, shapes = experts.join(files, shapes, architecture(described).names)
     names, mismatches = match(files, shapes, described)
-    if words:
-        problems.append(f"use the options of these weights: {' '.join(words)}")
+    if overrides:
+        problems.append(f"use the options of these weights: {' '.join(overrides)}")
     problems += [f"{folder}: {problem}" for problem in mismatches]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -273,8 +273,8 @@ def differences(
     for option in free:
         options.pop(option, None)
     if type(described) is not type(cfg):
-        words = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
-        return [f"{folder} holds a {name}, but model={cfg.name} is not one"], words
+        overrides = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]
+        return [f"{folder} holds a {name}, but model={cfg.name} is not one"], overrides
     mine = {key: getattr(cfg, key) for key in options}
     mine["vocab_size"] = cfg.vocab_size or vocab_size or described.vocab_size
     if mine.get("n_kv_head") == cfg.n_head:

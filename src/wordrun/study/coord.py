@@ -128,12 +128,12 @@ def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
     muP changes nothing at the width ``unchanged``.
     """
     cfg = base.transformer
-    words = [f"model.n_embd={width}", f"model.mup={KINDS[kind]}"]
+    overrides = [f"model.n_embd={width}", f"model.mup={KINDS[kind]}"]
     if (hidden := cfg.hidden_at(width)) is not None:
-        words.append(f"model.n_hidden={hidden}")
+        overrides.append(f"model.n_hidden={hidden}")
     if kind == "mup":
-        words.append(f"model.mup_base_width={unchanged}")
-    return words
+        overrides.append(f"model.mup_base_width={unchanged}")
+    return overrides
 
 
 def measured(point: StudyPoint, run: RunRecord) -> dict[str, Any]:

@@ -57,26 +57,28 @@ class Estimates:
         self.processes: dict[str, float | None] = {}
         """Memory of processes besides the model [bytes], by the backend's name in file names; None: unknown."""
 
-    def speeds(self, words: tuple[str, ...], measure: bool) -> Speeds | None:
-        """Return the speeds of ranks that the options ``words`` of launch choose; None if they are unknown.
+    def speeds(self, launch_options: tuple[str, ...], measure: bool) -> Speeds | None:
+        """Return the speeds of ranks that ``launch_options`` choose; None if they are unknown.
 
         Args:
-            words: such as -n 2.
+            launch_options: such as -n 2.
             measure: whether to measure them if that has not been done yet.
         """
-        file = self.folder / f"speeds{''.join(words)}.json"
+        file = self.folder / f"speeds{''.join(launch_options)}.json"
         if not file.exists() and measure and self.measures:
-            LOGGER.info("measuring how fast %d rank(s) compute and communicate", look(self.args, words)[1].np)
+            LOGGER.info("measuring how fast %d rank(s) compute and communicate", look(self.args, launch_options)[1].np)
             command = ["wordrun.study.calibrate", str(file), *["--no-bandwidth"] * (self.results is not None)]
             command += self.args.overrides
-            if output := self._failed(file.stem, words, command):
+            if output := self._failed(file.stem, launch_options, command):
                 LOGGER.warning("no estimate of times: cannot measure the device, see %s", output)
         if not file.exists():
             return None
         found = load_speeds(file)
         return found if self.results is None else replace(found, bandwidth=self.results)
 
-    def process(self, backend: str, overrides: Sequence[str], words: tuple[str, ...], measure: bool) -> float | None:
+    def process(
+        self, backend: str, overrides: Sequence[str], launch_options: tuple[str, ...], measure: bool
+    ) -> float | None:
         """Return what a rank's process has in host memory besides its share of the model [bytes]; None: unknown.
 
         Libraries, their code and buffers, and connections: the peak of a run of one block (in pipelines: one for each
@@ -85,22 +87,26 @@ class Estimates:
         Args:
             backend: its name in file names.
             overrides: options of a run with it.
-            words: options of launch for that run, such as -n 2.
+            launch_options: those of that run, such as -n 2.
             measure: whether to measure it if that has not been done yet.
         """
         if backend not in self.processes:
-            self.processes[backend] = self._process(backend, overrides, words, measure and self.measures)
+            self.processes[backend] = self._process(backend, overrides, launch_options, measure and self.measures)
         return self.processes[backend]
 
-    def _process(self, backend: str, overrides: Sequence[str], words: tuple[str, ...], measure: bool) -> float | None:
-        folder, ranks = (self.folder / "runs" / f"process-{backend}").absolute(), look(self.args, words)[1]
+    def _process(
+        self, backend: str, overrides: Sequence[str], launch_options: tuple[str, ...], measure: bool
+    ) -> float | None:
+        folder, ranks = (self.folder / "runs" / f"process-{backend}").absolute(), look(self.args, launch_options)[1]
         cfg = compose(overrides)
         blocks = cfg.backend.stages(layout(cfg.backend, ranks.np, ranks.ppn).pp)
         more = [f"model.n_layer={blocks}", "train.max_iters=2", "train.log_interval=2", "train.check_memory=false"]
         if isinstance(cfg.model, TransformerConfig) and measure and not _is_finished(folder):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that failed or was stopped
             LOGGER.info("measuring how much memory a process takes besides the model under %s", backend)
-            if output := self._failed(folder.name, words, ["wordrun", *overrides, *more, f"hydra.run.dir={folder}"]):
+            if output := self._failed(
+                folder.name, launch_options, ["wordrun", *overrides, *more, f"hydra.run.dir={folder}"]
+            ):
                 LOGGER.warning("no estimate of memory: cannot measure what a process takes, see %s", output)
         if not _is_finished(folder):
             return None
@@ -110,14 +116,14 @@ class Estimates:
             return GIB * (metrics.read(folder).training.last("memory_peak") or 0.0) - need.total
         return None
 
-    def _failed(self, name: str, words: tuple[str, ...], command: Sequence[str]) -> Path | None:
+    def _failed(self, name: str, launch_options: tuple[str, ...], command: Sequence[str]) -> Path | None:
         """Run a module with ``launch``; return the file with its output if it fails, or None.
 
         Raises:
             UserError: its output cannot be written.
         """
         output = self.folder / "logs" / f"{name}.txt"
-        command_line = [*launch_command([*self.args.launch, *words]), sys.executable, "-m", *command]
+        command_line = [*launch_command([*self.args.launch, *launch_options]), sys.executable, "-m", *command]
         try:
             output.parent.mkdir(exist_ok=True)
             with output.open("wb") as stream:

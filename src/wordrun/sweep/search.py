@@ -239,8 +239,8 @@ class Search:
     def begin(self, pool: Pool, progress: LiveTable) -> None:
         """Start the next point, unless the same one has been run before: then its value counts again."""
         trial = self.study.ask(self.space)
-        words = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-        point = self.sweep.find(words) or self.sweep.add(words, self.subdir(words, self.sweep.number()))
+        overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
+        point = self.sweep.find(overrides) or self.sweep.add(overrides, self.subdir(overrides, self.sweep.number()))
         trial.set_user_attr("point", point.number)
         self.sweep.save()
         if any(each.point == point for each in pool.running) or point.state() == "finished":

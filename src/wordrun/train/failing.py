@@ -168,7 +168,7 @@ class FailedHooks:
             UserError: ``error``, if other ranks have a rate and are taking the step, which needs all of them.
         """
         trainer = self.trainer
-        if not dist.all_arrive(f"{trainer.cfg.run_dir} {trainer.step}", trainer.world, TOGETHER_S):
+        if not dist.monitored_barrier(f"{trainer.cfg.run_dir} {trainer.step}", trainer.world, TOGETHER_S):
             raise error
         self.everywhere = True
         trainer.hooks.keep_failure("the learning rate", error)
