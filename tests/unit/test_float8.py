@@ -117,7 +117,7 @@ def test_the_plan_knows_which_devices_have_it() -> None:
     fits = [row.strategy.name for row in report.rows if isinstance(row, Estimate)]
     assert any(name.startswith("DDP") for name in fits)
     assert any(name.startswith("FSDP") for name in fits)
-    assert not [name for name in fits if name.startswith(("TP", "PP", "ZeRO"))]
+    assert not [name for name in fits if name.startswith(("TP", "PP", "DeepSpeed"))]
     assert any("train.float8=tensorwise is for layers" in reason for reason in refused.values())
     with pytest.raises(ConfigError, match=r"GPU of the Ada or Hopper generation or later, which plan\.device=a100-40"):
         plan_cli.plan([*words, "plan.device=a100-40"])

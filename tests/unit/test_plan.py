@@ -110,7 +110,7 @@ def test_the_plan_divides_sequences_if_nothing_else_fits() -> None:
     assert found.advice.best is not None
     assert found.advice.best.strategy.name == "FSDP, cp"
     assert found.advice.best.strategy.layout.cp == 2
-    assert "context parallelism divides each, of 131,072 tokens, over 2 ranks" in " ".join(found.advice.why)
+    assert "context parallelism divides each sequence of 131,072 tokens over 2 ranks" in " ".join(found.advice.why)
     assert "backend.cp=2" in found.command
     assert "FSDP, cp" not in [row.strategy.name for row in plan(long).rows if isinstance(row, Estimate)]
 
@@ -270,8 +270,10 @@ def test_bytes_sent_are_those_of_the_papers() -> None:
     # DeepSpeed's without padding.
     count, unpadded = (models.meta_model(cfg, 50257, multiple=n).num_parameters() for n in (128, 1))
     assert sent["DDP"] == pytest.approx(2 * ring * 4 * count)  # a ring's all-reduce of fp32 gradients
-    assert sent["ZeRO-1"] == sent["ZeRO-2"] == pytest.approx(2 * ring * 2 * unpadded)  # ZeRO, section 7.1: 2 psi
-    assert sent["ZeRO-3"] == pytest.approx(3 * ring * 2 * unpadded)  # section 7.2: 3 psi
+    assert (
+        sent["DeepSpeed ZeRO-1"] == sent["DeepSpeed ZeRO-2"] == pytest.approx(2 * ring * 2 * unpadded)
+    )  # ZeRO, section 7.1: 2 psi
+    assert sent["DeepSpeed ZeRO-3"] == pytest.approx(3 * ring * 2 * unpadded)  # section 7.2: 3 psi
     assert sent["FSDP, ZeRO-3"] == pytest.approx(ring * (2 * 2 + 4) * count)
     assert sent["FSDP like ZeRO-2"] == pytest.approx(ring * (2 + 4) * count)
 
@@ -280,16 +282,16 @@ def test_zero_stages_shard_what_the_paper_says() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
     whole, eighth = 124_439_808, 124_439_808 / 8
     for name, sizes in {
-        "ZeRO-1": (2 * whole, 2 * whole, 12 * eighth),
-        "ZeRO-2": (2 * whole, 2 * eighth, 12 * eighth),
-        "ZeRO-3": (2 * eighth, 2 * eighth, 12 * eighth),
-        "ZeRO-2, offload": (2 * whole, 0, 0),
-        "ZeRO-3, offload": (0, 0, 0),
+        "DeepSpeed ZeRO-1": (2 * whole, 2 * whole, 12 * eighth),
+        "DeepSpeed ZeRO-2": (2 * whole, 2 * eighth, 12 * eighth),
+        "DeepSpeed ZeRO-3": (2 * eighth, 2 * eighth, 12 * eighth),
+        "DeepSpeed ZeRO-2, offload": (2 * whole, 0, 0),
+        "DeepSpeed ZeRO-3, offload": (0, 0, 0),
     }.items():
         need = rows[name].memory["none"]
         found = (need.parameters, need.gradients, need.optimizer)
         assert found == pytest.approx(sizes, rel=1e-5), name  # the optimizer also counts its steps
-    assert rows["ZeRO-3, offload"].memory["none"].host == pytest.approx(16 * eighth, rel=1e-5)
+    assert rows["DeepSpeed ZeRO-3, offload"].memory["none"].host == pytest.approx(16 * eighth, rel=1e-5)
 
 
 # Advice
@@ -304,7 +306,7 @@ def test_zero_stages_shard_what_the_paper_says() -> None:
         ("model=gpt2_xl model.batch_size=1 plan.devices=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
         ("model=gpt2_xl model.batch_size=1 plan.devices=64 plan.memory=25", "FSDP within nodes", "none"),
         ("model=llama3_8b model.block_size=2048 plan.devices=2", "FSDP, offload", "none"),
-        ("model=gpt2_xl plan.devices=1 plan.device=l4 model.batch_size=1", "ZeRO-2, offload", "none"),
+        ("model=gpt2_xl plan.devices=1 plan.device=l4 model.batch_size=1", "DeepSpeed ZeRO-2, offload", "none"),
         # One block of 19 billion parameters: 36 GiB when it is gathered in bf16.
         (
             "model.n_layer=4 model.n_embd=40000 model.n_head=16 plan.devices=256 plan.per_node=8",
@@ -346,7 +348,7 @@ def test_a_run_accepts_every_strategy(words: str) -> None:
     planner = report.planner
     ours = [word for word in words.split() if not word.startswith(("plan.", "train.backend", "backend.", "optimizer"))]
     for row in report.rows:
-        if isinstance(row, Estimate) and not row.strategy.name.startswith("ZeRO"):
+        if isinstance(row, Estimate) and not row.strategy.name.startswith("DeepSpeed"):
             cfg = compose([*ours, f"train.global_batch_size={planner.sequences}", *row.strategy.overrides])
             assert cfg.backend == row.strategy.backend
             layout = check(cfg, planner.hardware.devices, planner.hardware.per_node)
@@ -492,7 +494,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "assumed" in found["vocabulary"]["why"]
     assert found["sequences_per_step"] == 32
     assert found["advice"]["command"] == [
-        "launch", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
+        "launch", "-n", "4", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
     ]  # fmt: skip
     ddp = next(each for each in found["strategies"] if each["name"] == "DDP")
     padding = (50304 - 50257) * 768
@@ -505,9 +507,18 @@ def test_the_plan_as_text(command: Command) -> None:
     assert "\x1b" not in done.stdout
     assert "gpt2_xl: 1.56 billion parameters" in done.stdout
     assert "vocabulary 50,257 (assumed: GPT-2's" in done.stdout
-    for name in ("as asked", "DDP", "FSDP like ZeRO-2", "FSDP, offload", "ZeRO-3", "TP over FSDP", "PP", "3D"):
+    for name in (
+        "as asked",
+        "DDP",
+        "FSDP like ZeRO-2",
+        "FSDP, offload",
+        "DeepSpeed ZeRO-3",
+        "TP over FSDP",
+        "PP",
+        "3D",
+    ):
         assert f"\n{name}" in done.stdout
-    assert "\n  launch python -m wordrun model=gpt2_xl train.backend=" in done.stdout
+    assert "\n  launch -n 2 python -m wordrun model=gpt2_xl train.backend=" in done.stdout
 
 
 @pytest.mark.parametrize("line", [line for line in USAGE.splitlines() if line.startswith("  wordrun plan")])

@@ -14,12 +14,15 @@ from wordrun.plan.candidates import (
     OFFLOADED,
     TP_OVER_FSDP,
     WITHIN_NODES,
+    ZERO,
     ZERO_2_OFFLOADED,
     ZERO_3_OFFLOADED,
     Estimate,
     Planner,
     Unavailable,
 )
+from wordrun.plan.fit import readable
+from wordrun.plan.options import Hardware
 
 MANY_NODES = 64
 """Number of nodes above which 3D is tried: gathering a layer from more nodes takes longer than computing it."""
@@ -36,7 +39,7 @@ class Advice:
     checkpointing: str
     why: list[str] = field(default_factory=list)
     alternative: Estimate | None = None
-    """The equivalent with DeepSpeed."""
+    """The equivalent with DeepSpeed, if it fits with the same activation checkpointing."""
 
 
 def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
@@ -56,28 +59,27 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
                 return row, kind
         return None
 
-    def advice(pair: tuple[Estimate, str], *why: str, other: tuple[Estimate, str] | None = None) -> Advice:
+    def advice(pair: tuple[Estimate, str], *why: str, others: Sequence[str] = ()) -> Advice:
         row, kind = pair
-        what = "all but the matrix products" if kind == "selective" else "a third of the operations"
-        cost = [] if kind == kinds[0] else [f"It fits with activation checkpointing, which recomputes {what}."]
-        return Advice(row, kind, [*why, *cost], other and other[0])
+        other = pick(others, kinds[: kinds.index(kind) + 1])
+        return Advice(row, kind, [*why, *([] if kind == kinds[0] else [_recomputing(kind)])], other and other[0])
 
     if not candidates:
         return Advice(None, kinds[0], ["No strategy can be recommended, for the reasons above."])
-    device = f"{hardware.kind} of {hardware.memory:g} GiB, {hardware.reserve:.0%} of it left free"
-    if found := pick(["DDP"], kinds[:1] if hardware.devices > 1 else kinds):
-        only = ": ranks only average gradients" if hardware.devices > 1 else ""
-        return advice(found, f"The full model fits on one {device}{only}.")
+    device, many = _device(hardware), hardware.devices > 1
+    if found := pick(["DDP"], kinds[:1]):
+        enough = ", so DDP is enough: each rank keeps the full model, and only gradients are averaged"
+        return advice(found, f"The full model fits {device}{enough if many else ''}.")
     plain = "Without activation checkpointing the" if kinds[0] == "none" else "The"
-    why = [f"{plain} full model does not fit on one {device}."]
+    why = [f"{plain} full model does not fit {device}."]
     if hardware.nodes > MANY_NODES:
         if found := pick([WITHIN_NODES]):
             together = f"The {hardware.per_node} devices of a node can hold it, so no layer is gathered across nodes."
             return advice(found, *why, together)
         if found := pick(["3D"]):
             layered = (
-                f"Gathering every layer from {hardware.nodes} nodes is slow: pipeline stages communicate least, and "
-                "tensor-parallel ranks share a node."
+                f"Gathering every layer from {hardware.nodes} nodes would be slow, so a pipeline, whose stages "
+                "communicate least, spans the nodes, and tensor-parallel ranks share a node."
             )
             return advice(found, *why, layered)
     if found := pick(["DDP", *SHARDED]) or pick([OFFLOADED]):
@@ -86,25 +88,50 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
             return advice(found, *why)
         offload = name == OFFLOADED
         where = " and kept in host memory" if offload else " across the ranks"
-        why.append(f"Its largest layer does: parameters, gradients and optimizer state are sharded{where}.")
-        return advice(found, *why, other=pick(ZERO_OFFLOAD if offload else ["ZeRO-2", "ZeRO-3"]))
+        why.append(f"Its largest layer does, so parameters, gradients and optimizer state are sharded{where}.")
+        return advice(found, *why, others=ZERO_OFFLOAD if offload else ZERO[2:])
     if found := pick(ZERO_OFFLOAD):
-        why.append("There are no ranks to shard it across, but DeepSpeed can keep part of it in host memory.")
+        reason = "Sharding is not enough" if many else "There are no other ranks to shard it across"
+        why.append(f"{reason}, but DeepSpeed can keep part of it in host memory.")
         return advice(found, *why)
     if found := pick([DIVIDED]):
         return advice(found, *why, *_divided(planner, found[0].strategy.layout.cp))
     if found := pick([TP_OVER_FSDP]) or pick(["3D"]) or pick(["PP"]):
         sharded = any(row.strategy.name in SHARDED for row in candidates)
-        reason = "One layer does not fit either" if sharded else "No layout that keeps layers whole suits the run"
-        return advice(found, *why, f"{reason}: tensor parallelism splits each layer across a node's ranks.")
+        return advice(found, *why, _split(found[0].strategy.name, sharded=sharded))
     return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
+
+
+def _recomputing(kind: str) -> str:
+    """Return that the model fits with the activation checkpointing ``kind``, and what that costs."""
+    full = "repeats the forward pass, a third more operations"
+    cost = "recomputes all but the matrix products" if kind == "selective" else full
+    return f"It fits with train.activation_checkpointing={kind}, which {cost}."
+
+
+def _device(hardware: Hardware) -> str:
+    """Return where the model should fit, with its memory."""
+    free = f" with {hardware.reserve:.0%} left free" if hardware.reserve else ""
+    if hardware.on_cpu:
+        return f"into the {hardware.memory:.4g} GiB of one rank{free}"
+    return f"on one {hardware.kind} of {hardware.memory:g} GiB{free}"
+
+
+def _split(name: str, *, sharded: bool) -> str:
+    """Return why the strategy ``name`` splits the model, where the ``sharded`` one does not fit, or is impossible."""
+    if name == "PP":
+        reason = "Sharding is not enough" if sharded else "No layout that keeps the blocks together suits the run"
+        return f"{reason}, so a pipeline divides the blocks among the ranks."
+    reason = "One layer does not fit either" if sharded else "No layout that keeps layers whole suits the run"
+    blocks = ", and a pipeline divides the blocks" if name == "3D" else ""
+    return f"{reason}, so tensor parallelism splits each layer across a node's ranks{blocks}."
 
 
 def _divided(planner: Planner, cp: int) -> list[str]:
     """Return why sequences are divided over ``cp`` ranks."""
     long = (
-        f"No strategy that keeps sequences whole works here: context parallelism divides each, of "
-        f"{planner.model.cfg.block_size:,} tokens, over {cp} ranks."
+        "No strategy that keeps sequences whole works here, so context parallelism divides each sequence of "
+        f"{planner.model.cfg.block_size:,} tokens over {cp} ranks."
     )
     across = ["These ranks span nodes and communicate in every layer."]
     return [long, *(across if cp > planner.hardware.per_node else [])]
@@ -117,13 +144,16 @@ def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:
     need = least.memory[most_saving]
     size = planner.cfg.model.batch_size
     remedies = [
-        f"Nothing fits. {least.strategy.name} with train.activation_checkpointing={most_saving} comes closest: "
-        f"{need.total / 2**30:.1f} GiB of {hardware.usable / 2**30:.1f}."
+        f"Nothing fits. {least.strategy.name} with train.activation_checkpointing={most_saving} comes closest: it "
+        f"needs {readable(need.total)}, and {readable(hardware.usable)} are usable."
     ]
     if need.host > hardware.usable_host:
-        remedies.append(f"It also needs {need.host / 2**30:.1f} GiB of host memory per device.")
+        has = readable(hardware.usable_host)
+        remedies.append(
+            f"For each device it also needs {readable(need.host)} of host memory, of which there are {has}."
+        )
     if need.activations + max(need.logits, need.block) > need.total / 2 and size > 1:
-        remedy = f"Most of it grows with the batch: halve it (model.batch_size={size // 2}) and double optimizer.gas."
+        remedy = f"Most of it grows with the batch: use model.batch_size={size // 2} and twice the optimizer.gas."
     else:
         remedy = f"Try more devices than plan.devices={hardware.devices}."
     return [*remedies, remedy]

@@ -20,10 +20,14 @@ AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""
 # Names of strategies, by which advice.py recommends one.
 WITHIN_NODES, LIKE_ZERO_2, LIKE_ZERO_3 = "FSDP within nodes", "FSDP like ZeRO-2", "FSDP, ZeRO-3"
-OFFLOADED, ZERO_2_OFFLOADED, ZERO_3_OFFLOADED = "FSDP, offload", "ZeRO-2, offload", "ZeRO-3, offload"
+OFFLOADED = "FSDP, offload"
+ZERO = [f"DeepSpeed ZeRO-{stage}" for stage in range(4)]
+"""Names of the strategies with train.backend=deepspeed, by stage."""
+ZERO_2_OFFLOADED, ZERO_3_OFFLOADED = f"{ZERO[2]}, offload", f"{ZERO[3]}, offload"
 TP_OVER_FSDP = "TP over FSDP"
 DIVIDED = "FSDP, cp"
 """Name of the strategy that divides sequences, which is tried if nothing fits without dividing sequences or layers."""
+NO_LAYOUT = "no layout suits the model and the number of devices"
 SHOWN_LAYOUTS = 3
 """Number of 3D layouts in the table."""
 
@@ -111,7 +115,8 @@ class Planner:
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:
         """Return the first of ``backends`` that fits with the least checkpointing, or else the last valid one."""
         found: list[Estimate] = []
-        reason, label = "no layout suits the model and the number of devices", "impossible"
+        reason = NO_LAYOUT if self.hardware.devices > 1 else "there is only one device"
+        label = "impossible"
         for backend in backends:
             try:
                 found.append(self.estimate(self.strategy(name, backend)))
@@ -135,7 +140,7 @@ class Planner:
             ranks = math.gcd(experts, self.hardware.per_node)
             single |= {"FSDP, experts over a node": FSDPConfig(ep=ranks)} if ranks > 1 else {}
         single |= {OFFLOADED: FSDPConfig(cpu_offload=True)}
-        single |= {f"ZeRO-{stage}": DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}
+        single |= {ZERO[stage]: DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}
         single |= {ZERO_2_OFFLOADED: DeepSpeedConfig(stage=2, offload_optimizer=True)}
         single |= {ZERO_3_OFFLOADED: DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
         rows = [self.first_that_fits(name, [backend]) for name, backend in single.items()]
@@ -155,7 +160,7 @@ class Planner:
         devices, fit = self.hardware.devices, []
         tps = _divisors(self.hardware.per_node)[1:]
         sizes = [(pp, tp) for pp in self._pipeline_sizes() for tp in tps if devices % (pp * tp) == 0]
-        last: Estimate | Unavailable = Unavailable("3D", "no layout suits the model and the number of devices")
+        last: Estimate | Unavailable = self.first_that_fits("3D", [])
         for pp, tp in sorted(sizes, key=lambda each: (math.prod(each), each[0])):
             sharded = config.ThreeDConfig(pp=pp, tp=tp)
             for options in (replace(sharded, replicate=-1, shard=1), sharded):

@@ -15,7 +15,7 @@ from wordrun.devices import VARIANTS
 from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Planner
-from wordrun.plan.options import PlanConfig, hardware, speeds
+from wordrun.plan.options import CPU, PlanConfig, hardware, ranks_for_launch, speeds
 from wordrun.plan.shapes import shapes_of
 
 USAGE = """\
@@ -24,6 +24,7 @@ Estimate the memory that a model needs per device under every backend, and recom
   wordrun plan model=gpt2_xl train.dtype=bf16 plan.devices=64 plan.device=a100-40
   wordrun plan model=llama3_8b plan.site=aurora plan.devices=48
   wordrun plan model=gpt3_13b plan.devices=16 train.backend=3D backend.pp=4 backend.tp=4 optimizer.gas=16
+  wordrun plan model=nano plan.device=cpu plan.devices=2 plan.memory=8
   wordrun plan --json model=gpt2 plan.memory=12
 
 It accepts the overrides of a training run (wordrun --help) and the options below. If train.backend or backend.* is set,
@@ -76,7 +77,8 @@ def plan(arguments: Sequence[str]) -> show.Report:
     planner = Planner(cfg, model, target, speeds(options, model, cfg.train.dtype))
     rows = planner.rows()
     advice = advise(planner, rows)
-    return show.Report(planner, rows, advice, command(overrides, advice, cfg), source)
+    launch = ["launch", *ranks_for_launch(options, target)]
+    return show.Report(planner, rows, advice, command(launch, overrides, advice, cfg), source)
 
 
 def vocabulary(cfg: Config) -> tuple[int, str]:
@@ -95,8 +97,8 @@ def vocabulary(cfg: Config) -> tuple[int, str]:
     return 256, f"assumed: data={cfg.data.name} is not read; model.vocab_size=N for another"
 
 
-def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
-    """Return the command line that follows ``advice`` and keeps the user's other overrides."""
+def command(launch: Sequence[str], overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
+    """Return the command line that follows ``advice`` under ``launch`` and keeps the user's other overrides."""
     if advice.best is None:
         return []
     chosen = list(advice.best.strategy.overrides)
@@ -106,12 +108,12 @@ def command(overrides: Sequence[str], advice: Advice, cfg: Config) -> list[str]:
     if "train.global_batch_size" in replaced:
         replaced.add("optimizer.gas")
     kept = [o for o in overrides if (key := o.partition("=")[0]) not in replaced and not key.startswith("backend.")]
-    return ["launch", "python", "-m", "wordrun", *kept, *chosen]
+    return [*launch, "python", "-m", "wordrun", *kept, *chosen]
 
 
 def _help() -> str:
     lines = [USAGE, "Options:", *describe(PlanConfig(), prefix="plan.")]
-    names = ", ".join(f"{name} ({memory:g})" for name, (_, memory) in VARIANTS.items())
+    names = ", ".join(f"{name} ({memory:g}{' per node' * (name == CPU)})" for name, (_, memory) in VARIANTS.items())
     lines += ["  --json                  print JSON, with sizes in bytes", "", "Devices, with their memory in GiB:"]
     lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)

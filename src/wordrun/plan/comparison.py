@@ -58,7 +58,8 @@ class Comparison:
         ranks, per_node = self.fit.layout.size, self.fit.per_node
         plan = f"python -m wordrun.plan plan.device={self.device} plan.devices={ranks} plan.per_node={per_node}"
         if self.room.device < 2**50:  # else it is unknown
-            plan += f" plan.memory={self.room.device / 2**30:.1f}"
+            sharing = per_node if self.device == "cpu" else 1
+            plan += f" plan.memory={self.room.device * sharing / 2**30:.1f}"
         return [
             "Estimated for each rank:", *table(self.fit.need), *self.fit.remedies(room),
             f"For all backends: {plan}, with this run's options.",

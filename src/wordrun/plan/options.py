@@ -16,6 +16,8 @@ from wordrun.validation import one_of, positive
 
 DEFAULT = "a100-40"
 """The device to plan for, unless one is named."""
+CPU = "cpu"
+"""The kind of device whose memory is that of its node, and shared by all ranks there."""
 
 
 @dataclass
@@ -23,13 +25,15 @@ class PlanConfig:
     """The hardware to plan for."""
 
     devices: int | None = None
-    """Total number of devices, one per rank; null: one node."""
+    """Total number of devices, one per rank; null: one node, or one rank with plan.device=cpu."""
     device: str | None = None
-    """Kind of device, one of the names below; null: the site's devices, or a100-40."""
+    """Kind of device, one of the names below; cpu: ranks on the CPUs of a node, whose memory they share; null: the
+    site's devices, or a100-40."""
     memory: float | None = None
-    """Memory per device in GiB; null: as for plan.device."""
+    """Memory per device in GiB, with plan.device=cpu per node; null: as for plan.device."""
     per_node: int | None = None
-    """Devices per node; null: as at the site, or as in a typical node with plan.device."""
+    """Devices per node; null: as at the site, or as in a typical node with plan.device; with plan.device=cpu all ranks
+    are on one node."""
     site: str | None = None
     """A site that launch knows, or a site file, which sets the kind of device and the number per node."""
     reserve: float = 0.1
@@ -50,7 +54,7 @@ class Hardware:
     devices: int
     per_node: int
     memory: float
-    """GiB per device."""
+    """GiB per device; on CPUs, each rank's part of its node's."""
     reserve: float
     host_memory: float | None
     """GiB per node."""
@@ -58,6 +62,8 @@ class Hardware:
     """Whether the devices have fast bf16."""
     float8: bool
     """Whether train.float8 works on the devices, as far as is known."""
+    assumed: str = ""
+    """What neither the options nor a site say: the kind of the devices (device), or a node's memory (memory)."""
 
     @property
     def usable(self) -> float:
@@ -78,7 +84,7 @@ class Hardware:
     @property
     def on_cpu(self) -> bool:
         """Whether the devices are CPUs."""
-        return self.kind == "cpu"
+        return self.kind == CPU
 
 
 def hardware(options: PlanConfig) -> Hardware:
@@ -95,7 +101,8 @@ def hardware(options: PlanConfig) -> Hardware:
             f"{problem}; for another one add plan.memory=GIB" for problem in one_of("plan.device", kind, VARIANTS)
         ]
     device, memory = VARIANTS.get(kind, (None, 0.0))
-    per_node = options.per_node or (site.devices if site else None) or (device.per_node if device else 1)
+    typical = options.devices or 1 if kind == CPU else device.per_node if device else 1
+    per_node = options.per_node or (site.devices or site.ranks_per_node if site else None) or typical
     problems += positive("plan", options, "devices", "per_node")
     for name, size in (("memory", options.memory), ("host_memory", options.host_memory)):
         if size is not None and not 0 < size < float("inf"):
@@ -106,8 +113,28 @@ def hardware(options: PlanConfig) -> Hardware:
         raise ConfigError("\n".join(problems))
     devices, memory = options.devices or per_node, options.memory or memory
     bf16, float8 = device is None or device.bf16, device is None or device.float8
-    near = min(per_node, devices)
-    return Hardware(kind, devices, near, memory, options.reserve, options.host_memory, bf16, float8)
+    near, assumed = min(per_node, devices), ""
+    if kind == CPU:
+        memory, assumed = memory / near, "" if options.memory else "memory"
+    elif not options.device and not (site and site.device):
+        assumed = "device"
+    return Hardware(kind, devices, near, memory, options.reserve, options.host_memory, bf16, float8, assumed)
+
+
+def ranks_for_launch(options: PlanConfig, target: Hardware) -> list[str]:
+    """Return the options with which ``launch`` starts a rank on each device of ``target``; [] if that is its default.
+
+    At a site, where the job says how many ranks a node gets, the number of nodes is enough.
+    """
+    site = _site(options.site) if options.site else None
+    if target.devices % target.per_node:  # launch fills the nodes in order, and the last one in part
+        return ["-n", str(target.devices)]
+    if site and not site.count_devices and (site.ranks_per_node or site.devices) == target.per_node:
+        return ["-N", str(target.nodes)]
+    if target.nodes > 1:
+        return ["-N", str(target.nodes), "--ppn", str(target.per_node)]
+    # Without devices, launch starts a single process.
+    return [] if target.on_cpu and target.devices == 1 else ["-n", str(target.devices)]
 
 
 def speeds(options: PlanConfig, model: ModelShapes, dtype: str) -> Speeds | None:
