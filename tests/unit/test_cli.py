@@ -322,7 +322,9 @@ def test_a_sweep_trains_every_point_in_its_own_directory(
         assert json.loads((folder / "run.json").read_text())["exit_reason"] == "finished"
         assert read(folder)[0]["lr"] == pytest.approx(peak / 101)
         assert f"learning_rate: {peak}" in (folder / "config.yaml").read_text()
-        assert "step 4/4  loss" in (folder / "log.txt").read_text()
+        log = (folder / "log.txt").read_text()
+        assert "step 4/4  loss" in log
+        assert log.count("INFO the warm-up takes 100 steps (optimizer.warmup_iters), but the run has 4: ") == 1
     said = capfd.readouterr()
     assert said.err == ""
     assert len(re.findall(r"step 4/4  loss", said.out)) == 2

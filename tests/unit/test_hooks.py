@@ -264,6 +264,7 @@ def test_a_range_test_suggests_a_learning_rate_and_ends(small: Words, tmp_path: 
     assert folders.all_in(tmp_path / "run") == []
     said = (tmp_path / "run/log.txt").read_text()
     assert "optimizer.learning_rate=" in said
+    assert "warm-up" not in said  # of 100 steps; the hook sets the rate
     assert f"range test: {'the loss diverged at' if diverges else 'complete'}" in said
     assert json.loads((tmp_path / "run/run.json").read_text())["exit_reason"] == "finished"
 

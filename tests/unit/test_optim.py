@@ -15,7 +15,7 @@ from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, Optimiz
 from wordrun.errors import ConfigError
 from wordrun.registry import part_of
 from wordrun.train.optim import adamw
-from wordrun.train.schedule import learning_rate
+from wordrun.train.schedule import learning_rate, unfinished_warmup
 
 CFG = OptimizerConfig(learning_rate=1e-3, warmup_iters=100, min_lr=1e-4)
 COSINE = ScheduleConfig()
@@ -87,6 +87,19 @@ def test_the_linear_schedule_is_stable_and_then_decays_over_its_last_steps() -> 
 def test_short_runs_have_a_rate(warmup: int, end: int, schedule: ScheduleConfig) -> None:
     cfg = OptimizerConfig(warmup_iters=warmup)
     assert all(0 < learning_rate(cfg, schedule, step, end) <= cfg.learning_rate for step in range(end + 1))
+
+
+@pytest.mark.parametrize(("steps", "reached"), [(50, "50%"), (99, "98%"), (4, "4.0%"), (100, ""), (101, "")])
+def test_a_run_that_ends_during_its_warmup_is_told_so(steps: int, reached: str) -> None:
+    said = unfinished_warmup(CFG, steps)
+    expected = (
+        f"the warm-up takes 100 steps (optimizer.warmup_iters), but the run has {steps}: the learning rate reaches "
+        f"only {reached} of its peak; optimizer.warmup_iters={steps // 10} suits a run of this length"
+    )
+    assert said == (expected if reached else "")
+    if reached:
+        highest = max(learning_rate(CFG, COSINE, step, steps) for step in range(steps))
+        assert highest / CFG.learning_rate == pytest.approx(float(reached.rstrip("%")) / 100, abs=0.005)
 
 
 def test_matrices_are_decayed_and_vectors_are_not() -> None:

@@ -18,6 +18,7 @@ from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
 from wordrun.train.hints import relative, resume_command
 from wordrun.train.metrics import device_name
+from wordrun.train.schedule import unfinished_warmup
 from wordrun.train.training import Training
 
 
@@ -51,6 +52,8 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
     )  # fmt: skip
     if warning := spread_context(cfg, trainer.layout, world.local_size, trainer.task.shapes):
         LOGGER.warning(warning)
+    if "lr_range" not in cfg.hooks and (hint := unfinished_warmup(cfg.optimizer, cfg.train.max_iters)):
+        LOGGER.info(hint)  # not a warning: such runs are mostly trials
     ends = [min(step, cfg.train.max_iters) for step, _ in (*cfg.train.ramp(), (cfg.train.max_iters, 0))]
     micro_steps = sum((end - begin) * accumulation(cfg, dp, begin) for begin, end in pairwise([0, *ends]))
     trainer.task.announce(trainer.examples_of(micro_steps))

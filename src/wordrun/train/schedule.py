@@ -34,6 +34,19 @@ def learning_rate(
         return checked_rate(part.load()(schedule, step - warmup, max(1, end - warmup), peak, lowest))
 
 
+def unfinished_warmup(optimizer: OptimizerConfig, max_iters: int) -> str:
+    """Return what to know about a run of ``max_iters`` steps that ends during its warm-up; else an empty string."""
+    warmup = optimizer.warmup_iters
+    if warmup <= max_iters:
+        return ""
+    reached = max_iters / (warmup + 1)
+    return (
+        f"the warm-up takes {warmup} steps (optimizer.warmup_iters), but the run has {max_iters}: the learning rate "
+        f"reaches only {reached:.{0 if reached >= 0.1 else 1}%} of its peak; optimizer.warmup_iters={max_iters // 10} "
+        "suits a run of this length"
+    )
+
+
 def checked_rate(rate: Any) -> float:
     """Return ``rate`` as a float, or raise a ValueError if it is not a finite number."""
     if not hasattr(rate, "__float__") or not math.isfinite(rate):
