@@ -35,7 +35,7 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.config import AdamWConfig
 from wordrun.dist.mesh import blocks_of
 from wordrun.model import Transformer, materialize, meta_model
-from wordrun.plan.candidates import Planner
+from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
@@ -172,7 +172,7 @@ def memories(world: dist.World, folder: str) -> list[str]:
             measured = peak(step)
             model = shapes_of(trainer.cfg.transformer, VOCABULARY)
             options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")
-            strategy = Planner(trainer.cfg, model, hardware(options)).strategy(backend, trainer.cfg.backend)
+            strategy = Estimator(trainer.cfg, model, hardware(options)).strategy(backend, trainer.cfg.backend)
             need = memory(model, strategy, "none", pp_rank=trainer.layout.index(world.rank, "pp"))
             planned = need.total - need.parameters - need.optimizer
             if backend == "DDP":  # its gradients are in buckets that are allocated all the time

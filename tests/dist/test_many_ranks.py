@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from wordrun.composer import compose
-from wordrun.plan.candidates import Planner
+from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
@@ -206,12 +206,12 @@ report(found)
 def plan(words: list[str], rank: int) -> tuple[dict[str, float], bool]:
     """Return the plan for ``rank``, and whether its shards are the first, which are the largest."""
     cfg = compose(words)
-    planner = Planner(
+    estimator = Estimator(
         cfg, shapes_of(cfg.model, VOCAB), hardware(PlanConfig(devices=RANKS, per_node=PER_NODE, device="cpu"))
     )
-    strategy = planner.strategy("as asked", cfg.backend)
+    strategy = estimator.strategy("as asked", cfg.backend)
     layout = strategy.layout
-    need = memory(planner.model, strategy, "none", pp_rank=layout.index(rank, "pp"))
+    need = memory(estimator.model, strategy, "none", pp_rank=layout.index(rank, "pp"))
     is_first = layout.index(rank, "shard") == layout.index(rank, "tp") == 0
     return {name: getattr(need, name) for name in ("parameters", "gradients", "optimizer")}, is_first
 

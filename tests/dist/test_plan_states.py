@@ -10,7 +10,7 @@ import pytest
 
 from wordrun import compat
 from wordrun.composer import compose
-from wordrun.plan.candidates import Planner
+from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
@@ -101,8 +101,8 @@ def plan(words: list[str], n: int, rank: int) -> tuple[dict[str, float], bool]:
     """Return the plan for ``rank``, and whether its shards are the first, which are the largest."""
     cfg = compose(words)
     model = shapes_of(cfg.model, VOCAB)
-    planner = Planner(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
-    strategy = planner.strategy("as asked", cfg.backend)
+    estimator = Estimator(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
+    strategy = estimator.strategy("as asked", cfg.backend)
     layout = strategy.layout
     need = memory(model, strategy, "none", pp_rank=layout.index(rank, "pp"))
     is_first = layout.index(rank, "shard") == layout.index(rank, "tp") == 0
@@ -198,8 +198,8 @@ def _most(words: list[str], n: int) -> float:
     """Return the plan for the rank that needs most memory [bytes]."""
     cfg = compose(words)
     model = shapes_of(cfg.model, VOCAB)
-    planner = Planner(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
-    return memory(model, planner.strategy("as asked", cfg.backend), "none").total
+    estimator = Estimator(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
+    return memory(model, estimator.strategy("as asked", cfg.backend), "none").total
 
 
 LOSSES = """
@@ -214,7 +214,7 @@ from wordrun.checks import check
 from wordrun.data.batch import Batch
 from wordrun.model import meta_model
 from wordrun.plan import activations
-from wordrun.plan.candidates import Planner
+from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
@@ -237,8 +237,8 @@ with dist.session(device="cpu") as world:
         most = min(peak(step) for _ in range(3))  # gloo's threads may keep a tensor for a moment longer
         made.close()
         shapes = shapes_of(cfg.model, VOCAB)
-        planner = Planner(cfg, shapes, hardware(PlanConfig(devices=world.size, per_node=world.size, device="cpu")))
-        planned = memory(shapes, planner.strategy("as asked", cfg.backend), "none").logits
+        estimator = Estimator(cfg, shapes, hardware(PlanConfig(devices=world.size, per_node=world.size, device="cpu")))
+        planned = memory(shapes, estimator.strategy("as asked", cfg.backend), "none").logits
         if layout.pp == 1 or world.rank == 1:  # the last stage has the logits
             sys.stdout.write(json.dumps([words, most, planned]) + "\\n")
         sys.stdout.flush()

@@ -39,7 +39,7 @@ from wordrun.launch import site_files as sites
 from wordrun.plan import shapes, show
 from wordrun.plan.activations import saved_tensors
 from wordrun.plan.advice import Advice, advise
-from wordrun.plan.candidates import Estimate, Planner, Unavailable
+from wordrun.plan.candidates import Estimate, Estimator, Unavailable
 from wordrun.plan.cli import USAGE, main, plan
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
@@ -320,7 +320,7 @@ def test_the_decision_tree(words: str, name: str, checkpointing: str) -> None:
     found = advice(*words.split())
     assert found.best, found.why
     assert (found.best.strategy.name, found.checkpointing) == (name, checkpointing), found.why
-    assert found.best.memory[checkpointing].total <= plan(words.split()).planner.hardware.usable
+    assert found.best.memory[checkpointing].total <= plan(words.split()).estimator.hardware.usable
     assert all(found.why)
 
 
@@ -345,15 +345,15 @@ def test_nothing_fits() -> None:
 )
 def test_a_run_accepts_every_strategy(words: str) -> None:
     report = plan(words.split())
-    planner = report.planner
+    estimator = report.estimator
     ours = [word for word in words.split() if not word.startswith(("plan.", "train.backend", "backend.", "optimizer"))]
     for row in report.rows:
         if isinstance(row, Estimate) and not row.strategy.name.startswith("DeepSpeed"):
-            cfg = compose([*ours, f"train.global_batch_size={planner.sequences}", *row.strategy.overrides])
+            cfg = compose([*ours, f"train.global_batch_size={estimator.sequences}", *row.strategy.overrides])
             assert cfg.backend == row.strategy.backend
-            layout = check(cfg, planner.hardware.devices, planner.hardware.per_node)
+            layout = check(cfg, estimator.hardware.devices, estimator.hardware.per_node)
             assert layout == row.strategy.layout
-            assert layout.dp * cfg.model.batch_size * row.strategy.gas == planner.sequences
+            assert layout.dp * cfg.model.batch_size * row.strategy.gas == estimator.sequences
 
 
 @pytest.mark.parametrize(
@@ -414,14 +414,16 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
         pass
 
     found = plan(["model=gpt2", "model.vocab_size=50304"])
-    row = found.planner.first_that_fits("new", [OtherBackend()])
+    row = found.estimator.first_that_fits("new", [OtherBackend()])
     assert row == Unavailable("new", "no estimate for train.backend=DDP", "no estimate")
     show.show(log.console(), replace(found, rows=[row]))
     assert re.search(r"^new +-.* no estimate *$", capsys.readouterr().out, re.MULTILINE)
-    planner = Planner(found.planner.cfg, replace(found.planner.model, cfg=OtherModel()), found.planner.hardware)
-    rows = planner.rows()
+    estimator = Estimator(
+        found.estimator.cfg, replace(found.estimator.model, cfg=OtherModel()), found.estimator.hardware
+    )
+    rows = estimator.rows()
     assert {row.label for row in rows if isinstance(row, Unavailable)} == {"no estimate"}
-    assert advise(planner, rows).why == ["No strategy can be recommended, for the reasons above."]
+    assert advise(estimator, rows).why == ["No strategy can be recommended, for the reasons above."]
 
 
 def test_a_batch_that_suits_no_strategy() -> None:

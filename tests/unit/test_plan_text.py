@@ -118,7 +118,7 @@ def test_a_refused_runs_plan_has_the_memory_that_its_ranks_share() -> None:
         (line,) = [line for line in found.advice(found.room) if line.startswith("For all backends: ")]
         words = line.partition("wordrun.plan ")[2].partition(",")[0].split()
         assert words[1:] == ["plan.devices=2", "plan.per_node=2", f"plan.memory={shared}.0"]
-        planned = plan(["model=nano", *words]).planner.hardware
+        planned = plan(["model=nano", *words]).estimator.hardware
         assert (planned.devices, planned.nodes, planned.memory) == (2, 1, 4)
 
 
@@ -242,7 +242,7 @@ def test_what_is_said_of_a_strategy_that_fits_where_others_do_not(
 ) -> None:
     by_name = {row.strategy.name: row for row in four.rows if isinstance(row, Estimate)}
     rows = [*(replace(by_name[name], fits=None) for name in tried), replace(by_name[fits], fits="none")]
-    assert sentence in " ".join(advise(four.planner, rows).why)
+    assert sentence in " ".join(advise(four.estimator, rows).why)
 
 
 def test_deepspeed_is_an_alternative_if_it_fits_as_well() -> None:

@@ -18,7 +18,7 @@ from wordrun.plan.candidates import (
     ZERO_2_OFFLOADED,
     ZERO_3_OFFLOADED,
     Estimate,
-    Planner,
+    Estimator,
     Unavailable,
 )
 from wordrun.plan.fit import readable
@@ -42,14 +42,14 @@ class Advice:
     """The equivalent with DeepSpeed, if it fits with the same activation checkpointing."""
 
 
-def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
+def advise(estimator: Estimator, rows: Sequence[Estimate | Unavailable]) -> Advice:
     """Choose one of ``rows`` by the decision tree from ALCF's talk on parallel training.
 
     If the model fits on one device: DDP. If not: FSDP or ZeRO, then with offload. If even its largest layer does not
     fit: tensor parallelism. On many nodes: 3D. Each branch tries activation checkpointing before moving on, which costs
     at most another forward pass, a third of the operations.
     """
-    hardware, kinds = planner.hardware, planner.checkpointing
+    hardware, kinds = estimator.hardware, estimator.checkpointing
     candidates = [row for row in rows if isinstance(row, Estimate) and row.strategy.name != AS_ASKED]
 
     def pick(names: Sequence[str], kinds_tried: Sequence[str] = kinds) -> tuple[Estimate, str] | None:
@@ -95,11 +95,11 @@ def advise(planner: Planner, rows: Sequence[Estimate | Unavailable]) -> Advice:
         why.append(f"{reason}, but DeepSpeed can keep part of it in host memory.")
         return advice(found, *why)
     if found := pick([DIVIDED]):
-        return advice(found, *why, *_divided(planner, found[0].strategy.layout.cp))
+        return advice(found, *why, *_divided(estimator, found[0].strategy.layout.cp))
     if found := pick([TP_OVER_FSDP]) or pick(["3D"]) or pick(["PP"]):
         sharded = any(row.strategy.name in SHARDED for row in candidates)
         return advice(found, *why, _split(found[0].strategy.name, sharded=sharded))
-    return Advice(None, kinds[0], [*why, *_remedies(planner, candidates)])
+    return Advice(None, kinds[0], [*why, *_remedies(estimator, candidates)])
 
 
 def _recomputing(kind: str) -> str:
@@ -127,22 +127,22 @@ def _split(name: str, *, sharded: bool) -> str:
     return f"{reason}, so tensor parallelism splits each layer across a node's ranks{blocks}."
 
 
-def _divided(planner: Planner, cp: int) -> list[str]:
+def _divided(estimator: Estimator, cp: int) -> list[str]:
     """Return why sequences are divided over ``cp`` ranks."""
     long = (
         "No strategy that keeps sequences whole works here, so context parallelism divides each sequence of "
-        f"{planner.model.cfg.block_size:,} tokens over {cp} ranks."
+        f"{estimator.model.cfg.block_size:,} tokens over {cp} ranks."
     )
     across = ["These ranks span nodes and communicate in every layer."]
-    return [long, *(across if cp > planner.hardware.per_node else [])]
+    return [long, *(across if cp > estimator.hardware.per_node else [])]
 
 
-def _remedies(planner: Planner, candidates: Sequence[Estimate]) -> list[str]:
+def _remedies(estimator: Estimator, candidates: Sequence[Estimate]) -> list[str]:
     """Return changes that would help when nothing fits."""
-    hardware, most_saving = planner.hardware, planner.checkpointing[-1]
+    hardware, most_saving = estimator.hardware, estimator.checkpointing[-1]
     least = min(candidates, key=lambda row: row.memory[most_saving].total)
     need = least.memory[most_saving]
-    size = planner.cfg.model.batch_size
+    size = estimator.cfg.model.batch_size
     remedies = [
         f"Nothing fits. {least.strategy.name} with train.activation_checkpointing={most_saving} comes closest: it "
         f"needs {readable(need.total)}, and {readable(hardware.usable)} are usable."

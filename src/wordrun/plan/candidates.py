@@ -55,7 +55,7 @@ class Unavailable:
     """impossible (the options rule it out) or no estimate (the plan does not cover it)."""
 
 
-class Planner:
+class Estimator:
     """Estimates the strategies for one config on given hardware.
 
     Raises:

@@ -14,7 +14,7 @@ from wordrun.config import Config
 from wordrun.devices import VARIANTS
 from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
-from wordrun.plan.candidates import Planner
+from wordrun.plan.candidates import Estimator
 from wordrun.plan.options import CPU, PlanConfig, hardware, ranks_for_launch, speeds
 from wordrun.plan.shapes import shapes_of
 
@@ -74,11 +74,11 @@ def plan(arguments: Sequence[str]) -> show.Report:
         )
     size, source = vocabulary(cfg)
     model = shapes_of(cfg.model, size)
-    planner = Planner(cfg, model, target, speeds(options, model, cfg.train.dtype))
-    rows = planner.rows()
-    advice = advise(planner, rows)
+    estimator = Estimator(cfg, model, target, speeds(options, model, cfg.train.dtype))
+    rows = estimator.rows()
+    advice = advise(estimator, rows)
     launch = ["launch", *ranks_for_launch(options, target)]
-    return show.Report(planner, rows, advice, command(launch, overrides, advice, cfg), source)
+    return show.Report(estimator, rows, advice, command(launch, overrides, advice, cfg), source)
 
 
 def vocabulary(cfg: Config) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from wordrun.config import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import AXES
 from wordrun.plan.advice import Advice
-from wordrun.plan.candidates import Estimate, Planner, Unavailable
+from wordrun.plan.candidates import Estimate, Estimator, Unavailable
 from wordrun.plan.options import Hardware
 from wordrun.plan.strategy import Strategy, bubble
 
@@ -40,7 +40,7 @@ WIDEST = 1000
 class Report:
     """The result of a plan."""
 
-    planner: Planner
+    estimator: Estimator
     rows: list[Estimate | Unavailable]
     advice: Advice
     command: list[str]
@@ -51,17 +51,17 @@ class Report:
 
 def as_json(report: Report) -> str:
     """Return the plan as JSON, with sizes in bytes."""
-    planner, advice = report.planner, report.advice
-    name, layer = planner.model.largest_layer
+    estimator, advice = report.estimator, report.advice
+    name, layer = estimator.model.largest_layer
     content = {
-        "model": planner.cfg.model.name,
-        "parameters": planner.model.parameters,
-        "active_parameters": planner.model.active_parameters,
+        "model": estimator.cfg.model.name,
+        "parameters": estimator.model.parameters,
+        "active_parameters": estimator.model.active_parameters,
         "largest_layer": {"name": name, "parameters": layer},
-        "vocabulary": {"size": planner.model.vocab_size, "why": report.vocabulary_source},
-        "dtype": planner.cfg.train.dtype,
-        "sequences_per_step": planner.sequences,
-        "machine": {**asdict(planner.hardware), "usable_bytes": planner.hardware.usable},
+        "vocabulary": {"size": estimator.model.vocab_size, "why": report.vocabulary_source},
+        "dtype": estimator.cfg.train.dtype,
+        "sequences_per_step": estimator.sequences,
+        "machine": {**asdict(estimator.hardware), "usable_bytes": estimator.hardware.usable},
         "strategies": [_row(row) for row in report.rows],
         "advice": {"command": report.command, "activation_checkpointing": advice.checkpointing, "why": advice.why},
     }
@@ -85,10 +85,10 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
 
 def show(screen: Console, report: Report) -> None:
     """Print the plan."""
-    planner, advice = report.planner, report.advice
+    estimator, advice = report.estimator, report.advice
     screen.print(_model(report))
-    screen.print(_machine(planner.hardware))
-    screen.print(f"{_run(planner)}\n")
+    screen.print(_machine(estimator.hardware))
+    screen.print(f"{_run(estimator)}\n")
     table, left_out = _table(screen, report)
     screen.print(table)
     if left_out:
@@ -109,13 +109,13 @@ def show(screen: Console, report: Report) -> None:
 
 
 def _model(report: Report) -> str:
-    planner, model = report.planner, report.planner.model
+    estimator, model = report.estimator, report.estimator.model
     name, layer = model.largest_layer
     largest = f"the largest layer is {'a' if name == 'block' else 'the'} {name}, with {_count(layer)} parameters"
     active = model.cfg.active_fraction() < 1
     used = f", of which a token uses {_count(model.active_parameters)}," if active else ""
     blocks = _several(model.cfg.n_layer, "block")
-    size = f"{planner.cfg.model.name}: {_count(model.parameters)} parameters{used} in {blocks}"
+    size = f"{estimator.cfg.model.name}: {_count(model.parameters)} parameters{used} in {blocks}"
     return f"{size}; {largest}; vocabulary {model.vocab_size:,} ({report.vocabulary_source})"
 
 
@@ -135,20 +135,20 @@ def _machine(hardware: Hardware) -> str:
     )
 
 
-def _run(planner: Planner) -> str:
-    model, train = planner.model, planner.cfg.train
+def _run(estimator: Estimator) -> str:
+    model, train = estimator.model, estimator.cfg.train
     # Products keep their factors in bf16 and cast them each time; how much faster they are has not been measured.
     float8 = f" (float8 products, {train.float8}: memory and time as in bf16)" if train.float8 != "none" else ""
-    sequences = _several(planner.cfg.model.batch_size, "sequence")
+    sequences = _several(estimator.cfg.model.batch_size, "sequence")
     return (
         f"{train.dtype}{float8}, {sequences} of {model.cfg.block_size} tokens per rank and micro-step, "
-        f"{planner.sequences} per step; activation checkpointing: {train.activation_checkpointing}"
+        f"{estimator.sequences} per step; activation checkpointing: {train.activation_checkpointing}"
     )
 
 
 def _table(screen: Console, report: Report) -> tuple[Table, list[str]]:
     """Return the table, and the columns that ``screen`` is too narrow for."""
-    configured = report.planner.checkpointing[0]
+    configured = report.estimator.checkpointing[0]
     totals = [row.memory[configured].total for row in report.rows if isinstance(row, Estimate)]
     unit = "MiB" if totals and max(totals) < GIB else "GiB"
     rows = [_cells(row, configured, unit) for row in report.rows]
