@@ -20,24 +20,65 @@ Continue = Callable[..., "Tensor"]
 """Returns its first argument, tokens (1, T), followed by generated tokens; see ``wordrun.model.generate.generate``."""
 
 
-class Screen:
-    """Prints text token by token, each character as soon as all its bytes have arrived."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# An incomplete UTF-8 character has at most 3 bytes, so at most the last 3 tokens belong to one.
+INCOMPLETE = 3
+# If no text is complete for this many tokens, such as in random bytes, only the last CONTEXT of them are decoded again.
+WINDOW, CONTEXT = 32, 16
 
-    def __init__(self, decode: Callable[[Any], str]) -> None:
+
+class Screen:
+    """Prints text token by token, each character as soon as all its bytes have arrived.
+
+    What a token stands for depends on those before it: a space between two words may be part of neither. So new tokens
+    are decoded behind those that were printed last, and only what they add is printed. Together that is the text of
+    all tokens, and the cost of a token does not depend on how many there were.
+
+    Args:
+        decode: returns the text of tokens.
+        after: tokens that precede the text, and are not printed.
+    """
+
+    def __init__(self, decode: Callable[[Any], str], after: Sequence[int] = ()) -> None:
         self.decode = decode
-        self.held_back: list[int] = []
+        self._window = list(after)
+        """The last tokens: some that have been printed, and those that have not."""
+        self._shown = len(self._text())
+        """Characters of their text that have been printed."""
+        self._complete = len(after)
+        """How many of them end with a complete character, and have been printed."""
 
     def __call__(self, tokens: Sequence[int]) -> None:
-        """Print ``tokens``, holding back an incomplete character until the rest arrives."""
-        self.held_back += tokens
-        text = self.decode(self.held_back)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text, end="", flush=True)
-            self.held_back = []
+        """Print the text that ``tokens`` add, holding back an incomplete character until the rest arrives."""
+        self._window += tokens
+        text = self._text()
+        unsure = len(text) - len(text.rstrip(REPLACEMENT))
+        if not unsure and len(text) > self._shown:
+            self._print(text)
+            self._window, self._complete = self._window[self._complete :], len(self._window) - self._complete
+            self._shown = len(self._text())
+        elif len(self._window) - self._complete > INCOMPLETE:
+            self._print(text[: len(text) - min(unsure, INCOMPLETE)])
+            if len(self._window) > WINDOW:
+                left = max(0, len(text) - self._shown)
+                self._window, self._complete = self._window[-CONTEXT:], 0
+                self._shown = max(0, len(self._text()) - left)
 
     def end(self) -> None:
         """Print any held-back text, and end the line."""
-        print(self.decode(self.held_back) if self.held_back else "", flush=True)
+        self._print(self._text())
+        print(flush=True)
+
+    def _text(self) -> str:
+        """Return the text of the window."""
+        import numpy as np  # here, so that messages about options do not wait for it
+
+        return self.decode(np.array(self._window, dtype=np.int64)) if self._window else ""
+
+    def _print(self, text: str) -> None:
+        """Print what of ``text``, that of the window, has not been printed."""
+        print(text[self._shown :], end="", flush=True)
+        self._shown = max(self._shown, len(text))
 
 
 class Chat:
@@ -64,12 +105,15 @@ class Chat:
         """Print the answer to ``text`` as it is generated; Ctrl-C ends it.
 
         Raises:
-            ConfigError: the vocabulary lacks some of the characters of ``text``.
+            ConfigError: the vocabulary lacks some of the characters of ``text``, or no text has had any tokens so far.
         """
         import torch
 
-        self.tokens += self.tokenizer.encode(self._written(text)[0]).tolist()
-        show, started = Screen(self.tokenizer.decode), len(self.tokens)
+        turn = self.tokenizer.encode(self._written(text)[0]).tolist()
+        self.tokens += turn
+        if not self.tokens:
+            raise ConfigError(f"{text!r} has no tokens with tokenizer={self.tokenizer.kind}: write something else")
+        show, started = Screen(self.tokenizer.decode, after=turn), len(self.tokens)
 
         def add(column: Tensor) -> None:
             self.tokens += column.tolist()

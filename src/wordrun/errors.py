@@ -100,6 +100,7 @@ def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.Fra
 
 PAGES = {
     "wordrun.arguments": "",
+    "wordrun.chat": "",
     "wordrun.backend": "backends.md#which-models-on-which-backends",
     "wordrun.backend.base.checked": "extend.md#a-model",
     "wordrun.backend.deepspeed": "backends.md#deepspeed",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -11,12 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders
+from tokenizers.models import BPE
 
 from wordrun import model as models
 from wordrun.checkpoint.saved import Saved
 from wordrun.config import Config, GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.data.tokenizers.base import END
 from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.data.tokenizers.subword import HFTokenizer
 from wordrun.generate import Screen, _training, main
 from wordrun.model import Transformer
 from wordrun.model.cache import KVCache
@@ -285,6 +293,69 @@ def test_a_character_is_printed_when_it_is_complete(capsys: pytest.CaptureFixtur
     assert seen == ["a", "", "ü", "b", ""]
     show.end()
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
+
+
+def streamed(decode: Callable[[Any], str], prompt: list[int], ids: list[int]) -> str:
+    """Return what is printed of ``prompt``, and of ``ids`` token by token; few are decoded at a time."""
+
+    def counted(window: Any) -> str:
+        assert len(window) <= max(33, len(prompt) + 4)
+        return decode(window)
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        show = Screen(counted)
+        show(prompt)
+        for token in ids:
+            show([token])
+        show.end()
+    return out.getvalue().removesuffix("\n")
+
+
+PIECES = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁The", "▁", "▁▁", "fox", "▁über", ".", "x"]
+LLAMA = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+"""The decoder of Llama 2 and Mistral."""
+
+
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), LLAMA], ids=["metaspace", "llama"])
+def test_streamed_sentence_pieces_are_the_text_of_all_tokens(decoder: Any) -> None:
+    """Whose first space is dropped, and whose other characters may be several tokens, of a byte each."""
+    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
+    library = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    library.decoder = decoder
+    tokenizer, draw = HFTokenizer(library.to_str(), eot=1), random.Random(1)
+    assert tokenizer.decode(np.array([vocabulary[piece] for piece in ("▁The", "▁über", "fox")])) == "The überfox"
+    letters = [[2 + byte for byte in letter.encode()] for letter in "ü€😀日"] if decoder is LLAMA else []
+    for _ in range(150):
+        units = [*([number] for number in (1, *range(258, len(PIECES)))), *letters]
+        parts = draw.choices(units, k=draw.randrange(1, 80))
+        prompt, ids = ([number for part in some for number in part] for some in (parts[:3], parts[3:]))
+        assert streamed(tokenizer.decode, prompt, ids) == tokenizer.decode(np.array([*prompt, *ids]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "joined"),
+    [
+        (["fox", "über", "😀", "", END], " "),
+        ([bytes([byte]) for byte in (97, 0xC3, 0xBC, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80)], b""),
+        ([b"\xc3", b"\xbc\xc3", b"\xbc", b"\xe2\x82", b"\xac\xe2\x82", b"\xacx", b"a", b"\xf0\x9f"], b""),
+    ],
+    ids=["words", "bytes", "across characters"],
+)
+def test_streamed_tokens_are_the_text_of_all_tokens(pieces: list[Any], joined: Any) -> None:
+    """Also of tokens that are no text, as an untrained model draws them."""
+
+    def decode(ids: Any) -> str:
+        text = joined.join(pieces[number] for number in ids)
+        return text if isinstance(text, str) else text.decode(errors="replace")
+
+    draw = random.Random(1)
+    for _ in range(150):
+        weights = [draw.random() ** 3 for _ in pieces]
+        ids = draw.choices(range(len(pieces)), weights, k=draw.randrange(1, 120))
+        cut = draw.choice([0, 3, 40])
+        assert streamed(decode, ids[:cut], ids[cut:]) == decode(ids)
 
 
 @pytest.mark.parametrize("facts", [{}, {"tokens": "many", "metrics": None}, {"tokens": [], "metrics": {"loss": "x"}}])
