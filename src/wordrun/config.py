@@ -1322,7 +1322,8 @@ class TrainConfig(Section):
     sample_tokens: int = 200
     """Tokens to generate per sample; 0: no samples."""
     sample_prompt: str = "\n"
-    """Prompt for the samples. With data=pairs they are answers to it, by default to the first validation prompt."""
+    """Prompt for the samples; if it has no tokens, they begin with the end-of-text token. With data=pairs they are
+    answers to it, by default to the first validation prompt."""
     suggest: bool = True
     """Suggest commands for the next step when the run has finished."""
     report: bool = True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from wordrun.arguments import run
 from wordrun.chat import Chat, Screen, converse
 from wordrun.config import DTYPES, Section
-from wordrun.errors import ConfigError, UserError
+from wordrun.errors import UserError
 from wordrun.validation import not_negative, one_of, positive
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class GenerateConfig(Section):
     """Run directory, or a checkpoint in it."""
     prompt: str | None = None
     """Text to continue; in the shell, write a line break as $'\\n'. null: a conversation if this is a terminal, else a
-    line break."""
+    line break. If it has no tokens, the text begins with the end-of-text token, which is not shown."""
     length: int = 500
     """Number of tokens to generate after the prompt."""
     num_samples: int = 1
@@ -122,11 +122,10 @@ def write(options: GenerateConfig) -> None:
     saved.require_text()
     tokenizer = tokenizers.from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
     talks = options.prompt is None and options.num_samples == 1 and sys.stdin.isatty() and sys.stdout.isatty()
-    try:
-        prompt = torch.from_numpy(tokenizer.encode("\n" if options.prompt is None else options.prompt))
-    except ConfigError as error:
-        if not talks:
-            raise ConfigError(f"prompt: {error}") from None
+    begin, hidden = torch.empty(0, dtype=torch.int64), 0
+    if not talks:
+        tokens, hidden = tokenizer.encode_prompt("\n" if options.prompt is None else options.prompt, "prompt")
+        begin = torch.from_numpy(tokens)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
         model = read_model(saved, device, dtype, options.weights)
     _say(
@@ -148,17 +147,17 @@ def write(options: GenerateConfig) -> None:
     if options.num_samples > 1:
         print(_title(1, options))
     show = Screen(tokenizer.decode)
-    show(prompt.tolist())
+    show(begin[hidden:].tolist())
     start = time.perf_counter()
     texts = sampled(
-        prompt.expand(options.num_samples, -1).to(device), slide=options.slide,
+        begin.expand(options.num_samples, -1).to(device), slide=options.slide,
         on_tokens=lambda column: show(column[:1].tolist()),
     )  # fmt: skip
     seconds = time.perf_counter() - start
     show.end()
     for number, text in enumerate(texts[1:].cpu().numpy(), start=2):
         print(_title(number, options))
-        print(tokenizer.decode(text), flush=True)
+        print(tokenizer.decode(text[hidden:]), flush=True)
     count = options.num_samples * options.length
     _say(f"{count} tokens in {seconds:.1f} s: {count / max(seconds, 1e-9):.1f} tokens/s")
 

@@ -15,6 +15,7 @@ from wordrun.config import SEVERAL, Config, TrainConfig, parts_in, value_text
 from wordrun.dist import watch
 from wordrun.dist.collectives import first_text
 from wordrun.errors import PartError, UserError, first_line, raise_all
+from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import KINDS, Part, part_of, parts
 from wordrun.train import rng
 from wordrun.train.hints import relative
@@ -42,12 +43,39 @@ def noted(run_dir: str, rank: int, step: int = 0) -> Iterator[None]:
         raise
 
 
-def note(error: Exception, run_dir: str, rank: int, step: int) -> None:
-    """Write the traceback of ``error`` to failures/; to the message of a PartError, add the name of the file."""
+@contextlib.contextmanager
+def dispensable(what: str, trainer: Training) -> Iterator[None]:
+    """Within the ``with`` block, which the run can do without, log an error that all ranks have, and end the block.
+
+    If only some ranks had it, the others may wait for them.
+    """
+    world = trainer.world
+    try:
+        with attributed(trainer.cfg):
+            yield
+    except Exception as error:
+        place = f"{trainer.cfg.run_dir} {what} {trainer.state.position}"
+        if _is_of_ranks(error) or not dist.all_arrive(place, world, TOGETHER_S):
+            raise
+        file = note(error, trainer.cfg.run_dir, world.rank, trainer.step)
+        cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+        if file and not isinstance(error, PartError):
+            cause += f"; traceback: {relative(file.absolute())}"
+        LOGGER.warning(
+            "%s at step %d failed, the run continues without it: %s", what, trainer.step, cause, extra=FIRST_RANK
+        )
+
+
+def note(error: Exception, run_dir: str, rank: int, step: int) -> Path | None:
+    """Write the traceback of ``error`` to failures/, and return the file; add its name to the message of a PartError.
+
+    None: it could not be written.
+    """
     text = error.tracebacks() if isinstance(error, PartError) else "".join(traceback.format_exception(error))
     file = note_failure(Path(run_dir), rank, step, text)
     if file and isinstance(error, PartError):
         error.note(relative(file.absolute()))
+    return file
 
 
 @contextlib.contextmanager
@@ -69,7 +97,7 @@ def _raised_by(error: Exception, cfg: Config) -> Part | None:
     """Return the part of ``cfg`` from outside wordrun whose code raised ``error``; None: it was other code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]  # innermost first
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
-    if names[0].startswith(COMMUNICATION):
+    if _is_of_ranks(error):
         return None
     found = {part: part.load() for part in chosen(cfg) if part.origin}
     for frame in frames:  # several parts may be in one module
@@ -79,6 +107,12 @@ def _raised_by(error: Exception, cfg: Config) -> Part | None:
                 return part
     modules = {getattr(code, "__module__", ""): part for part, code in found.items()}
     return next((modules[name] for name in names if name in modules), None)
+
+
+def _is_of_ranks(error: BaseException) -> bool:
+    """Return whether ``error`` is about other ranks: communication with them raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(COMMUNICATION)
 
 
 def chosen(cfg: Config) -> list[Part]:

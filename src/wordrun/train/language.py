@@ -75,6 +75,8 @@ class LanguageTask(Task):
         )
         self._check_vocabulary()
         self.sequences = order_of_run(cfg, self.corpus)
+        if self._samples():  # now rather than after the first steps
+            self._begin(cfg.train.sample_prompt, "train.sample_prompt", ", or train.sample_tokens=0 for no samples")
         self.base: dict[str, str] = {}
         """For LoRA, the source and the checksum of the frozen weights."""
         self.tokens_per_example = cfg.text_model.block_size
@@ -142,11 +144,6 @@ class LanguageTask(Task):
                 f"model.vocab_size={size} is too small for data={data}, whose vocabulary has {self.vocab_size} tokens: "
                 f"leave it out, or use at least {self.vocab_size}"
             )
-        try:
-            if self._samples():
-                self.tokenizer.encode(self.cfg.train.sample_prompt)
-        except ConfigError as error:
-            raise ConfigError(f"train.sample_prompt: {error}") from None
 
     def _samples(self) -> bool:
         """Return whether the run generates samples."""
@@ -233,7 +230,7 @@ class LanguageTask(Task):
                 "the prompt must not be empty (use a line break), length must be at least 0, temperature above 0 and "
                 "top_k at least 1"
             )
-        begin = self._begin(prompt)
+        begin, hidden = self._begin(prompt)
         tokens = torch.from_numpy(begin)[None].to(backend.device)
         vocab_size = self.meta_model.vocab_size if isinstance(self.meta_model, Transformer) else self.vocab_size
         predict = self._predictor(backend)
@@ -249,7 +246,7 @@ class LanguageTask(Task):
                 logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,
             )  # fmt: skip
-        return self.tokenizer.decode(self._shown(text[0].cpu().numpy(), len(begin)))
+        return self.tokenizer.decode(self._shown(text[0].cpu().numpy(), len(begin))[hidden:])
 
     def _predictor(self, backend: Backend) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function from tokens (B, T) to the logits of the next one, with a KV cache on a complete model."""
@@ -258,16 +255,20 @@ class LanguageTask(Task):
         context = torch.autocast(backend.device.type, dtype=backend.dtype, enabled=backend.dtype != torch.float32)
         return context(predictor(backend.parts[0]))  # type: ignore[no-any-return]
 
-    def _begin(self, prompt: str) -> NDArray[Any]:
-        """Return the tokens that a sample continues; for pairs, the end-of-text token and what precedes the answer."""
+    def _begin(self, prompt: str, key: str = "prompt", or_else: str = "") -> tuple[NDArray[Any], int]:
+        """Return the tokens that a sample continues, and how many of them are not shown.
+
+        For pairs, they are the end-of-text token, which is not shown, and what precedes the answer. ``key`` and
+        ``or_else`` are those of ``Tokenizer.encode_prompt``.
+        """
         if self.cfg.data.kind != "pairs":
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode_prompt(prompt, key, or_else)
         if prompt == TrainConfig.sample_prompt:
             pairs = self.corpus.val[:READ]  # whose first token also ends what precedes it
-            return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64)
-        before, _ = self.cfg.text.turn(prompt)
+            return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64), 1
         assert self.tokenizer.eot is not None, "pairs need one"
-        return np.append(self.tokenizer.eot, self.tokenizer.encode(before)).astype(np.int64)
+        tokens, hidden = self.tokenizer.encode_prompt(self.cfg.text.turn(prompt)[0], key, or_else)
+        return (tokens if hidden else np.append(self.tokenizer.eot, tokens)).astype(np.int64), 1
 
     def _shown(self, text: NDArray[Any], begin: int) -> NDArray[Any]:
         """Return what to show of a sample whose first ``begin`` tokens were given: for pairs, up to the answer's end.
@@ -277,7 +278,7 @@ class LanguageTask(Task):
         if self.cfg.data.kind != "pairs":
             return text
         ends = np.flatnonzero(text[begin:] == self.tokenizer.eot)
-        return text[1 : begin + ends[0] if len(ends) else None]
+        return text[: begin + ends[0] if len(ends) else None]
 
     def facts(self) -> dict[str, Any]:
         """Return the entries of run.json about the data and the model."""

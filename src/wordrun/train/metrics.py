@@ -215,10 +215,12 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
     for part in backend.parts:
         part.eval()
     # Weights that autocast has cast are kept until its outermost context ends: here, for more than one forward pass.
-    with torch.autocast(backend.device.type, enabled=False):
-        yield
-    for part in backend.parts:
-        part.train(training)
+    try:
+        with torch.autocast(backend.device.type, enabled=False):
+            yield
+    finally:
+        for part in backend.parts:
+            part.train(training)
 
 
 Measure = Callable[[Any, torch.Tensor], dict[str, torch.Tensor]]

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wordrun.errors import ConfigError
+
 Ids = NDArray[np.integer]
 END = "<|endoftext|>"
 """GPT-2's name for the end-of-text token. Within a text, these are 13 ordinary characters."""
@@ -46,6 +48,30 @@ class Tokenizer(ABC):
             ConfigError: if the vocabulary lacks some of its characters.
         """
         return self.encode_batch([text])[0].astype(np.int64)
+
+    def encode_prompt(self, text: str, key: str, or_else: str = "") -> tuple[NDArray[np.int64], int]:
+        """Return the tokens that a model is to continue, (T,) with T at least 1, and how many of them precede ``text``.
+
+        A text without tokens, such as a line break if text is split at whitespace, is replaced by ``eot``, which
+        precedes each document.
+
+        Args:
+            text: the prompt.
+            key: the option that sets it, for messages.
+            or_else: another remedy besides another prompt, for messages.
+
+        Raises:
+            ConfigError: the vocabulary lacks some of its characters, or there are no tokens and no ``eot``.
+        """
+        try:
+            tokens = self.encode(text)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        if len(tokens):
+            return tokens, 0
+        if self.eot is None:
+            raise ConfigError(f"{key}={text!r} has no tokens with tokenizer={self.kind}: set {key}=TEXT{or_else}")
+        return np.array([self.eot]), 1
 
     @abstractmethod
     def decode(self, tokens: Ids) -> str:

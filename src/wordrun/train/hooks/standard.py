@@ -15,6 +15,7 @@ from wordrun.dist.collectives import all_max
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.runs.metrics import read
 from wordrun.train.checkpoint import SaveError
+from wordrun.train.failing import dispensable
 from wordrun.train.hooks.curve import TerminalCurve
 from wordrun.train.metrics import QUIET, one_line, rate
 from wordrun.train.training import Hook, Training, due
@@ -105,11 +106,16 @@ class Sample(Hook):
 
     def at_end(self, trainer: Training) -> None:
         """Generate the last sample and log it."""
-        LOGGER.info("sample at step %d:\n%s", trainer.step, self._sample(trainer))
+        if (text := self._sample(trainer)) is not None:
+            LOGGER.info("sample at step %d:\n%s", trainer.step, text)
 
-    def _sample(self, trainer: Training) -> str:
-        text = trainer.generate()
-        trainer.run.sample(trainer.step, text)
+    def _sample(self, trainer: Training) -> str | None:
+        """Return a sample, and pass it to the trackers; None: it could not be generated."""
+        text = None
+        with dispensable("the sample", trainer):
+            text = trainer.generate()
+        if text is not None:
+            trainer.run.sample(trainer.step, text)
         return text
 
 
