@@ -83,11 +83,16 @@ def export(options: ExportConfig) -> Path:
     """
     # Imported here so that --help and error messages do not wait for torch.
     from wordrun.checkpoint.saved import find
+    from wordrun.data.tokenizers import from_checkpoint
+    from wordrun.data.tokenizers.huggingface import require_convertible
 
     saved = find(Path(options.run), options.checkpoint)
     if options.form != "checkpoint":
         saved.require_text()
         refuse_own_model(saved.config.model)
+    if options.form == "huggingface":  # before the weights are written
+        ours = from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+        require_convertible(json.loads(ours.to_json()))
     name = saved.folder.name if options.weights == "model" else f"{saved.folder.name}-{options.weights}"
     out = Path(options.out or saved.folder.parent.parent / options.form / name)
     if out.exists():

@@ -75,6 +75,7 @@ def test_a_stopped_run_is_continued_as_it_was_launched(run: Path, monkeypatch: p
         "train.resume=runs/a",
     ]  # fmt: skip
     assert next_steps(run, (), 8, 50, finished=False).endswith("  the same options, with train.resume=runs/a")
+    assert next_steps(run, ["wordrun", *WORDS], 8, 20, finished=False) == "", "it has failed after its last step"
 
 
 @pytest.mark.parametrize(

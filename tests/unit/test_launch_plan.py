@@ -271,6 +271,18 @@ def test_secrets_are_hidden(name: str, hidden: bool) -> None:
     )
 
 
+def test_a_failed_launch_is_continued_unless_the_run_was_complete(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints/latest").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run/launch.json")
+    found = plan("hydra")
+    found = replace(found, env={**found.env, "WORDRUN_LAUNCH_RECORD": str(tmp_path / "link")})
+    facts = {"exit_reason": "HookError: late"}
+    for more, says in (({}, "to continue from the last checkpoint"), ({"complete": True}, "")):
+        (tmp_path / "run/run.json").write_text(json.dumps({**facts, **more}))
+        assert record.how_to_continue(found, 1).partition(":")[0] == says
+    assert record.how_to_continue(found, 0) == ""
+
+
 def test_dry_run_hides_secrets_and_can_be_pasted() -> None:
     options = Options(np=2, command=("sh", "-c", "exit 0", "API_KEY=hush"), env=(("HF_TOKEN", "hush"), ("A", "b c")))
     found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"RANK": "3"})

@@ -163,8 +163,9 @@ def how_to_continue(plan: LaunchPlan, status: int) -> str:
     if status == 0 or run_dir is None or not (run_dir / "checkpoints" / "latest").exists():
         return ""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        if json.loads((run_dir / "run.json").read_text())["exit_reason"].startswith("stopped by"):
-            return ""  # the run has said it
+        content = json.loads((run_dir / "run.json").read_text())
+        if content["exit_reason"].startswith("stopped by") or content.get("complete"):
+            return ""  # the run has said it, or it failed after its last step
     return f"to continue from the last checkpoint{where}:\n{again}"
 
 

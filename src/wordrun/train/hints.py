@@ -80,15 +80,17 @@ def next_steps(
         run_dir: the run directory.
         command: the command line that started each rank; empty: the run was started from Python, or is complete.
         ranks: number of ranks.
-        max_iters: train.max_iters.
-        finished: whether it has taken all its steps.
-        huggingface: whether the model can be exported in Hugging Face format.
+        max_iters: the step at which it ends.
+        finished: whether it has ended there, without an error.
+        huggingface: whether model and tokenizer can be exported in Hugging Face format.
         generates: whether it can generate text.
     """
     checkpoints = all_in(run_dir)
     if not checkpoints:
         return ""
     if not finished:
+        if checkpoints[-1].step >= max_iters:  # it failed after its last step: nothing is left to do
+            return ""
         again = resume_command(run_dir, run_dir, command, ranks)
         return f"to continue from step {checkpoints[-1].step}:\n  {again}"
     wordrun = shlex.join(_program(command))
@@ -111,6 +113,13 @@ def has_huggingface_format(cfg: ModelConfig) -> bool:
     except UserError:
         return False
     return not getattr(cfg, "balance_rate", 0.0)  # in that format, routers have no biases
+
+
+def has_huggingface_tokenizer(saved: str | None) -> bool:
+    """Return whether the tokenizer in a checkpoint can be exported in Hugging Face format; None: there is none."""
+    from wordrun.data.tokenizers.huggingface import is_convertible
+
+    return saved is not None and is_convertible(json.loads(saved))
 
 
 def _program(command: Sequence[str]) -> Sequence[str]:

@@ -24,7 +24,7 @@ from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, attributed, explained, load_parts, note, noted, reason
-from wordrun.train.hints import by_launch, has_huggingface_format, next_steps
+from wordrun.train.hints import by_launch, has_huggingface_format, has_huggingface_tokenizer, next_steps
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.memory import CheckpointAndMemory
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
@@ -321,6 +321,8 @@ class Trainer(Training):
     def _finish(self, error: str, *, failed: bool) -> None:
         """Record how the run ended. A failure here must not hide the ``error`` that ended the run."""
         try:
+            if error and self.done and self.checkpoints.written == self.step:
+                self.run.note(complete=True)  # read by launch: there is nothing to continue
             drawn = self.run.finish(asdict(self.summary()), error)
         except (OSError, UserError):
             if not error:
@@ -330,8 +332,8 @@ class Trainer(Training):
         # launch itself says how to continue a failed run
         if self.world.rank == 0 and not (failed and by_launch()) and (error or self.cfg.train.suggest):
             command = () if self.stop_reason else self.command
-            most = self.cfg.train.max_iters
-            exports = self.task.tokenizer_json is not None and has_huggingface_format(self.cfg.model)
+            most = self.step if self.done else self.cfg.train.max_iters
+            exports = has_huggingface_format(self.cfg.model) and has_huggingface_tokenizer(self.task.tokenizer_json)
             kind = {"huggingface": exports, "generates": not self.task.no_samples}
             if text := next_steps(self.run.path, command, self.world.size, most, finished=not error, **kind):
                 LOGGER.info(text)

@@ -14,6 +14,20 @@ from wordrun.errors import UserError
 Json = dict[str, Any]
 
 
+def is_convertible(ours: Mapping[str, Any]) -> bool:
+    """Return whether ``tokenizer_json`` can convert a tokenizer, given the JSON that wordrun saved."""
+    return "tokenizer" in ours or ours["kind"] in ("char", "byte", "gpt2")
+
+
+def require_convertible(ours: Mapping[str, Any]) -> None:
+    """Raise a UserError if ``tokenizer_json`` cannot convert a tokenizer, given the JSON that wordrun saved."""
+    if not is_convertible(ours):
+        raise UserError(
+            f"a tokenizer of the kind {ours['kind']} cannot be converted to a format that transformers reads: "
+            "wordrun export form=checkpoint writes weights and tokenizer in wordrun's own format"
+        )
+
+
 def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
     """Return a tokenizer's tokenizer.json and end-of-text token.
 
@@ -24,6 +38,7 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
         UserError: if it cannot be converted.
     """
     kind = ours["kind"]
+    require_convertible(ours)
     if "tokenizer" in ours:  # already in the library's format
         return dict(ours["tokenizer"]), ours.get("eot")
     if kind == "char":
@@ -34,10 +49,8 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
         return _tokenizer(model, split, {"type": "Fuse"}), None
     if kind == "byte":
         words = [bytes([byte]) for byte in range(256)]
-    elif kind == "gpt2":
-        words = [base64.b64decode(word) for word in ours["ranks"].split()]
     else:
-        raise UserError(f"a tokenizer of the kind {kind} cannot be converted to a format that transformers reads")
+        words = [base64.b64decode(word) for word in ours["ranks"].split()]
     return _of_bytes(words), len(words)
 
 
