@@ -234,3 +234,62 @@ def test_hooks_see_one_model_under_every_layout(ranks: Any, tmp_path: Path, monk
             s.offset for s in stored[f"model.{name}"].shards
         }
         assert len(stored[f"hooks.ema.{name}"].shards) == 2
+
+
+SPOILT = """
+import sys
+import torch
+import wordrun
+from wordrun import dist
+from wordrun.errors import UserError
+from wordrun.train import failing
+from wordrun.train.hooks import Hook
+
+class Spoil(Hook):
+    def before_step(self, trainer):
+        if trainer.step == at and trainer.world.rank == 1:
+            trainer.backend.parts[0].register_forward_hook(lambda module, args, losses: losses * torch.nan)
+
+def fail(self, *args, **options):
+    if str(self.world.rank) in culprits:
+        raise ValueError("no sample")
+    return "text"
+
+failing.TOGETHER_S = 1.0
+with dist.session() as world:
+    for at, backend in ((0, "DDP"), (2, "FSDP"), (0, "diloco")):
+        cfg = wordrun.compose([*sys.argv[1:], f"train.backend={backend}", f"hydra.run.dir=run-{backend}"])
+        with wordrun.Trainer(cfg, world, hooks=[Spoil()]) as trainer:
+            try:
+                trainer.train()
+            except UserError as error:
+                print(f"{backend} {world.rank}: {error}", flush=True)
+        trainer.close()
+    wordrun.Trainer.generate = fail
+    for culprits in ("01", "1"):
+        cfg = wordrun.compose([*sys.argv[1:], "train.sample_tokens=1", f"hydra.run.dir=run-{culprits}"])
+        with wordrun.Trainer(cfg, world) as trainer:
+            trainer.train()
+            print(f"finished {world.rank} without the sample of {culprits}", flush=True)
+"""
+
+
+def test_ranks_agree_on_what_is_not_finite_and_on_samples_that_fail(ranks: Any, tmp_path: Path) -> None:
+    """The loss of rank 1 is NaN, that of rank 0 is not. A sample that fails on one rank alone ends the job."""
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    (tmp_path / "script.py").write_text(SPOILT)
+    words = [*(word for word in SMALL if not word.startswith("hooks")), "model.batch_size=4", "train.max_iters=3"]
+    done = ranks(2, "script.py", *words, "train.checkpoint_interval=0", under="fork", timeout=100)
+    first = (
+        "the loss of step 1 is NaN, before any update of the weights: check losses(batch) of model=nano and the data"
+    )
+    third = "the loss of step 3 is NaN: lower optimizer.learning_rate, or use train.on_nonfinite=skip or rollback"
+    for backend, said in (("DDP", first), ("FSDP", third), ("diloco", first)):
+        for rank in (0, 1):
+            assert f"{backend} {rank}: {said}" in done.stdout, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert f"finished {rank} without the sample of 01" in done.stdout
+    assert done.stdout.count("the sample at step 3 failed, the run continues without it: ValueError: no sample") == 1
+    assert done.returncode == 1
+    assert "finished 1 without the sample of 1" not in done.stdout
+    assert "ValueError: no sample" in done.stderr

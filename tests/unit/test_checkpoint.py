@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from wordrun.checkpoint import folder as folders, shards
 from wordrun.checkpoint.saved import find
 from wordrun.config import from_plain, to_plain
 from wordrun.errors import ConfigError, UserError
+from wordrun.registry import parts
 from wordrun.track.jsonl import read
-from wordrun.train import rng
+from wordrun.train import finite, rng
 from wordrun.train.hooks import Hook, standard
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.trainer import Trainer
@@ -571,6 +573,65 @@ def poison(times: int, at: int) -> Any:
             handle = parameter.register_hook(spoil)
 
     return Act(at, arm)
+
+
+class Begin(Act):
+    """A hook that does something before the first step."""
+
+    def at_start(self, trainer: Any) -> None:
+        self.action(trainer)
+
+
+def test_before_the_first_update_the_learning_rate_is_not_blamed(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(trainer: Trainer) -> None:
+        trainer.backend.parts[0].register_forward_hook(lambda module, args, losses: losses * torch.nan)
+
+    def said(action: Any, *more: str) -> str:
+        run = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        with pytest.raises(UserError) as failed:
+            train(small(*SAVING, "train.sample_tokens=0", *more), run, Begin(-1, action))
+        return str(failed.value)
+
+    first = "the loss of step 1 is NaN, before any update of the weights"
+    check = "check losses(batch) of model=nano"
+    spoil = poison(1, -1).action
+    assert said(lose) == f"{first}: {check} and the data"
+    assert said(lose, "train.on_nonfinite=skip") == f"{first}, 100 times in a row: {check} and the data"
+    rollback = said(lose, "train.on_nonfinite=rollback")
+    assert rollback == f"{first}, and no checkpoint to roll back to yet: {check} and the data"
+    assert said(lose, "train.dtype=fp16") == f"{first}: {check} and the data"
+    gradients = "non-finite gradients at step 1, whose loss is finite, before any update of the weights"
+    derivative = "for a derivative that is not finite, such as that of a square root at 0"
+    assert said(spoil) == f"{gradients}: {check} {derivative}"
+    part = parts("model")["gpt"]
+    monkeypatch.setitem(parts("model"), "gpt", replace(part, origin="mine/parts.py:4"))
+    train(small("model=gpt", "train.max_iters=1"), tmp_path / "base")
+    weights = f"train.init_from={tmp_path}/base"
+    assert said(lose, "model=gpt", weights).endswith(
+        f": check losses(batch) of model=gpt (mine/parts.py:4) and the data, or the weights of {weights}"
+    )
+
+
+def test_at_later_steps_the_loss_and_the_gradients_are_told_apart(small: Words, tmp_path: Path) -> None:
+    def lose(trainer: Trainer) -> None:
+        trainer.backend.parts[0].register_forward_hook(lambda module, args, losses: losses * torch.inf)
+
+    remedy = "lower optimizer.learning_rate, or use train.on_nonfinite=skip or rollback"
+    with pytest.raises(UserError, match=f"^the loss of step 3 is infinite: {remedy}"):
+        train(small(*SAVING, "train.eval_interval=0"), tmp_path / "loss", Act(2, lose))
+    with pytest.raises(UserError, match=f"^non-finite gradients at step 3, whose loss is finite: {remedy}"):
+        train(small(*SAVING), tmp_path / "gradients", poison(1, 2))
+
+
+def test_steps_that_are_not_logged_are_not_read(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, or on islands: the first step and the last are, as those that are logged."""
+    read = []
+    monkeypatch.setattr(finite, "is_finite", lambda trainer, result: read.append(trainer.step + 1) or True)
+    words = ["train.log_interval=4", "train.eval_interval=0", "train.checkpoint_interval=0", "train.max_iters=9"]
+    train(small(*SAVING, *words, "train.backend=diloco"), tmp_path / "run")
+    assert read == [1, 4, 8, 9]
 
 
 def test_by_default_the_run_stops(small: Words, tmp_path: Path) -> None:

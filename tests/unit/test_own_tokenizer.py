@@ -196,7 +196,7 @@ def test_an_error_about_other_ranks_ends_the_run(words: list[str], monkeypatch: 
     with Trainer(wordrun.compose(words)) as trainer, pytest.raises((RuntimeError, ValueError), match="rank"):
         trainer.train()
     monkeypatch.setattr(Trainer, "generate", lambda self: 1 / 0)
-    monkeypatch.setattr(failing.dist, "all_arrive", lambda *args: False)
+    monkeypatch.setattr(failing.dist, "monitored_barrier", lambda *args: False)
     words.append("hydra.run.dir=other")
     with Trainer(wordrun.compose(words)) as trainer, pytest.raises(PartError, match="ZeroDivisionError"):
         trainer.train()

@@ -55,7 +55,7 @@ def dispensable(what: str, trainer: Training) -> Iterator[None]:
             yield
     except Exception as error:
         place = f"{trainer.cfg.run_dir} {what} {trainer.state.position}"
-        if _is_of_ranks(error) or not dist.all_arrive(place, world, TOGETHER_S):
+        if _is_of_ranks(error) or not dist.monitored_barrier(place, world, TOGETHER_S):
             raise
         file = note(error, trainer.cfg.run_dir, world.rank, trainer.step)
         cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"

@@ -1,8 +1,9 @@
-"""Steps with non-finite gradients: end the run, skip them, or roll back to the last checkpoint."""
+"""Steps with a non-finite loss or gradients: end the run, skip them, or roll back to the last checkpoint."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from wordrun.checkpoint import folder as folders
 from wordrun.dist.collectives import all_sum
 from wordrun.errors import UserError
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.registry import part_of
 from wordrun.train import resume
 from wordrun.train.training import Training, due
 
@@ -28,7 +30,8 @@ def counts(trainer: Training, result: StepResult) -> bool:
     train.on_nonfinite=skip, every step is checked.
 
     Raises:
-        UserError: the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not helped.
+        UserError: the loss or the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not
+            helped.
     """
     train, step = trainer.cfg.train, trainer.step + 1
     intervals = (
@@ -36,20 +39,21 @@ def counts(trainer: Training, result: StepResult) -> bool:
     )  # fmt: skip
     on_cpu, independent = trainer.backend.device.type == "cpu", trainer.cfg.backend.independent
     always = (on_cpu and not independent) or train.on_nonfinite == "skip"
-    checked = always or step == train.max_iters or any(due(step, interval) for interval in intervals)
+    checked = always or step in (1, train.max_iters) or any(due(step, interval) for interval in intervals)
     expected = any(hook.expects_divergence for hook in trainer.hooks.values())
     if not checked or expected or is_finite(trainer, result):
         return True
-    problem = f"non-finite gradients at step {step}"
+    found = _explained(trainer, result)
     if train.on_nonfinite == "skip":
         trainer.state.skip_step()
         if trainer.state.skipped > MAX_SKIPPED:
-            raise UserError(f"{problem}, {MAX_SKIPPED} times in a row: lower optimizer.learning_rate")
-        LOGGER.warning("%s: the step is skipped (train.on_nonfinite=skip)", problem, extra=FIRST_RANK)
+            raise UserError(f"{found.problem}, {MAX_SKIPPED} times in a row: {found.remedy}")
+        LOGGER.warning("%s: the step is skipped (train.on_nonfinite=skip)", found.problem, extra=FIRST_RANK)
     elif train.on_nonfinite == "rollback" and train.checkpoint_interval:
-        _roll_back(trainer, problem)
+        _roll_back(trainer, found)
     else:
-        raise UserError(f"{problem}: lower optimizer.learning_rate, or use train.on_nonfinite=skip or rollback")
+        others = "" if found.is_first else ", or use train.on_nonfinite=skip or rollback"
+        raise UserError(f"{found.problem}: {found.remedy}{others}")
     return False
 
 
@@ -63,21 +67,45 @@ def is_finite(trainer: Training, result: StepResult) -> bool:
     return math.isfinite(result.grad_norm.item())
 
 
-def _roll_back(trainer: Training, problem: str) -> None:
+class _Found(NamedTuple):
+    """What is non-finite in a step."""
+
+    problem: str
+    remedy: str
+    is_first: bool
+    """Whether the weights have not been updated before."""
+
+
+def _explained(trainer: Training, result: StepResult) -> _Found:
+    """Return what is non-finite in a step with this ``result``, the same on all ranks; every rank must call this."""
+    loss, step, model = all_sum(result.loss).item(), trainer.step + 1, trainer.cfg.model
+    finite = math.isfinite(loss)
+    problem = f"the loss of step {step} is {'NaN' if math.isnan(loss) else 'infinite'}"
+    if finite:
+        problem = f"non-finite gradients at step {step}, whose loss is finite"
+    if step > 1:
+        return _Found(problem, "lower optimizer.learning_rate", is_first=False)
+    origin, source = part_of("model", model).origin, trainer.cfg.train.init_from
+    remedy = f"check losses(batch) of model={model.name}" + (f" ({origin})" if origin else "")
+    remedy += " for a derivative that is not finite, such as that of a square root at 0" if finite else " and the data"
+    remedy += f", or the weights of train.init_from={source}" if source else ""
+    return _Found(f"{problem}, before any update of the weights", remedy, is_first=True)
+
+
+def _roll_back(trainer: Training, nonfinite: _Found) -> None:
     """Return to the newest checkpoint, and continue from there with the data that would come next."""
     trainer.checkpoints.wait()
     found = dist.share(folders.all_in(trainer.run.path) if trainer.world.rank == 0 else None, trainer.world)
     if not found:
-        raise UserError(f"{problem}, and no checkpoint to roll back to yet: lower optimizer.learning_rate")
+        raise UserError(f"{nonfinite.problem}, and no checkpoint to roll back to yet: {nonfinite.remedy}")
     folder, manifest = resume.open_newest(found, trainer.world)
     step = manifest["step"]
     if trainer.state.rollbacks.get(step, 0) >= MAX_ROLLBACKS:
         raise UserError(
-            f"{problem}, after {MAX_ROLLBACKS} rollbacks to the checkpoint of step {step}: "
-            "lower optimizer.learning_rate"
+            f"{nonfinite.problem}, after {MAX_ROLLBACKS} rollbacks to the checkpoint of step {step}: {nonfinite.remedy}"
         )
     trainer.meter.score(trainer.state)
     resume.load(trainer, folder.path, manifest)
     trainer.state.roll_back(manifest)
     trainer.run.rewind(step)
-    LOGGER.warning("%s: rolled back to step %d, continuing with other data", problem, step, extra=FIRST_RANK)
+    LOGGER.warning("%s: rolled back to step %d, continuing with other data", nonfinite.problem, step, extra=FIRST_RANK)
