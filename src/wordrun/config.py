@@ -538,6 +538,9 @@ class TextConfig(DataConfig):
 MIX_PERIOD = 4096
 """Sequences after which the shares of a mix are exactly those of data.mix, rounded to one."""
 
+BUILT_FROM = ("sample", "characters")
+"""What of the text a tokenizer can be built from."""
+
 
 @dataclass
 class TokenizerConfig(Section):
@@ -548,11 +551,19 @@ class TokenizerConfig(Section):
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        return one_of("tokenizer.name", self.name, parts("tokenizer"))
+        yield from one_of("tokenizer.name", self.name, parts("tokenizer"))
+        if self.built_from not in (*BUILT_FROM, ""):
+            yield (
+                f"{type(self).__name__}.built_from={self.built_from!r} should be 'sample' (texts of the data), "
+                f"'characters' (all distinct ones) or '' (nothing){nearest(str(self.built_from), BUILT_FROM)}"
+            )
 
     @property
     def built_from(self) -> str:
-        """What of the text the tokenizer is built from: all its "characters", a "sample", or nothing ("")."""
+        """What of the text the tokenizer is built from: all its "characters", a "sample", or nothing ("").
+
+        A class of options may have a plain attribute of this name instead.
+        """
         return ""
 
     @property

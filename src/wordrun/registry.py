@@ -298,7 +298,9 @@ def problems_of(cls: Any, base: str) -> list[str]:
     bases: list[Any] = [each for each in cls.__mro__ if is_dataclass(each)]
     for each in [each for each in bases if not each.__module__.startswith("wordrun.")]:
         docs, typed = field_docs(each), inspect.get_annotations(each)
-        untyped = [key for key in _assigned(each) if key not in typed]
+        # An attribute may replace a base class's property, such as built_from of a tokenizer, which is no option.
+        replaced = {key for base in each.__mro__[1:] for key in vars(base) if isinstance(vars(base)[key], property)}
+        untyped = [key for key in _assigned(each) if key not in {*typed, *replaced}]
         found += [f"{each.__name__}.{key} has no type: write {key}: TYPE = ..." for key in untyped]
         found += [
             f'{each.__name__}.{key} has no documentation: write a """line""" under it'

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.forked_programs
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 MOST = {
-    "squared": 40, "bigram": 40, "mlp": 30, "sums": 25, "alphabet": 30, "rmsprop": 20, "stairs": 12, "sure": 10,
-    "csv_file": 20, "target": 15, "durations": 20, "plain": 40,
+    "squared": 40, "bigram": 40, "mlp": 30, "sums": 25, "alphabet": 30, "words": 25, "rmsprop": 20, "stairs": 12,
+    "sure": 10, "csv_file": 20, "target": 15, "durations": 20, "plain": 40,
 }  # fmt: skip
 """Lines, blank ones not counted, that each part may take."""
 SMALL = [
@@ -33,7 +33,7 @@ MLP = [
     "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
     "train.global_batch_size=16", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
-BIGRAM = ["model=bigram", "data=sums", "tokenizer=alphabet", "train.sample_tokens=4", *MLP[2:]]
+BIGRAM = ["model=bigram", "data=sums", "tokenizer=words", "train.sample_tokens=4", *MLP[2:]]
 SCRIPT = """
 import json, sys
 import wordrun
@@ -74,8 +74,9 @@ def test_the_pages_parts_train_and_resume(ranks: Command, command: Command, page
     )
     plain_text = ["model.batch_size=8", "train.backend=FSDP", "hydra.run.dir=bigram"]
     words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided), [*BIGRAM, *plain_text]]
-    prepared = command("wordrun", "prepare", *SMALL[1:3])  # with processes of its own, which forked ranks must not have
-    assert prepared.returncode == 0, prepared.stderr
+    for tokenizer in SMALL[2], BIGRAM[2]:  # with processes of its own, which forked ranks must not have
+        prepared = command("wordrun", "prepare", "data=sums", tokenizer)
+        assert prepared.returncode == 0, prepared.stderr
     done = ranks(2, page / "script.py", json.dumps(words), under="fork")
     assert done.returncode == 0, done.stdout + done.stderr
     plain = figures(page / "plain")
@@ -98,6 +99,9 @@ def test_the_pages_parts_train_and_resume(ranks: Command, command: Command, page
     assert len(figures(page / "mlp-tp")) == 10
     assert len(figures(page / "bigram")) == 10
     assert (page / "bigram" / "samples.txt").exists()
+    assert "using prepared data in " in (page / "bigram" / "log.txt").read_text()
+    saved = json.loads((page / "bigram" / "checkpoints" / "step-00000004" / "tokenizer.json").read_text())
+    assert {"12", "+", "=", "\n"} < set(saved["characters"])
 
 
 def lines_of(run: Path) -> list[dict[str, float]]:
@@ -125,6 +129,7 @@ def test_the_command_line_knows_them(command: Command, page: Path) -> None:
         "mlp",
         "sums",
         "alphabet",
+        "words",
         "rmsprop",
         "stairs",
         "sure",

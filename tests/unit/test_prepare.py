@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -711,32 +711,58 @@ class Broken(Numerals):
     message = r"data=broken \(mine/parts.py:3\): Broken failed in line 24: KeyError: 'the eleventh' \(numerals.py\)"
     with pytest.raises(PartError, match=message):  # in a worker
         obtain.obtain(wordrun.compose([*words, "data.kind=broken", "data.workers=1"]), World())
+    for kind, counted in (("numerals", []), ("broken", ["data"])):  # the code of a part of wordrun does not count
+        assert list(fingerprint.code_of(wordrun.compose([*words, f"data.kind={kind}"]).text, BYTE)) == counted
 
 
-@pytest.mark.parametrize("built_from", ["characters", "sample"])
-def test_a_tokenizer_of_another_package_can_be_built_from_the_text(
-    built_from: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a module that is not part of wordrun: its config says what of the text it gets."""
-    (tmp_path / "seen.py").write_text(f"""
+SEEN = """
 from dataclasses import dataclass
+from typing import ClassVar
 from wordrun.config import TokenizerConfig
 from wordrun.data.tokenizers.char import CharTokenizer
 
 @dataclass
 class SeenConfig(TokenizerConfig):
     name: str = "seen"
-
-    @property
-    def built_from(self):
-        return {built_from!r}
+    BUILT_FROM
 
 class Seen(CharTokenizer):
     kind = "seen"
-""")
+"""
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Part]]:
+    """Write and register a tokenizer that is not part of wordrun, whose options have the text ``built_from``."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    part = Part("seen:SeenConfig", "seen:Seen", "tokenizer", "seen", "mine/parts.py:3")
-    monkeypatch.setitem(parts("tokenizer"), "seen", part)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
+
+    def write(built_from: str, more: str = "") -> Part:
+        (tmp_path / "seen.py").write_text(SEEN.replace("BUILT_FROM", built_from) + more)
+        sys.modules.pop("seen", None)  # as in another process
+        part = Part("seen:SeenConfig", "seen:Seen", "tokenizer", "seen", "mine/parts.py:3")
+        monkeypatch.setitem(parts("tokenizer"), "seen", part)
+        return part
+
+    yield write
+    sys.modules.pop("seen", None)
+
+
+@pytest.mark.parametrize(
+    "built_from",
+    [
+        "@property\n    def built_from(self):\n        return 'characters'",
+        "built_from = 'sample'",
+        "built_from: ClassVar[str] = 'characters'",
+    ],
+    ids=["property", "attribute", "ClassVar"],
+)
+def test_a_tokenizer_of_another_package_can_be_built_from_the_text(
+    built_from: str, seen: Callable[..., Part], texts: Path, tmp_path: Path
+) -> None:
+    """In a module that is not part of wordrun: its config says what of the text it gets."""
+    part = seen(built_from)
+    assert list(part.options().problems()) == []
     for path in (texts / "a.txt", texts):
         data = TextConfig("mine", path=str(path), prepared=str(tmp_path / path.name))
         source = locate(data)
@@ -744,6 +770,44 @@ class Seen(CharTokenizer):
         corpus = obtain.obtain(replace(Config(), data=data, tokenizer=part.options()), World())
         assert set(json.loads(corpus.tokenizer.to_json())["characters"]) == expected
         assert corpus.tokenizer.decode(corpus.train[:20]) == next(source.documents(source.items()[0])).text[:20]
+
+
+def test_a_tokenizer_that_does_not_say_what_it_is_built_from_is_refused(
+    seen: Callable[..., Part], texts: Path, tmp_path: Path
+) -> None:
+    data = TextConfig("mine", path=str(texts / "a.txt"), prepared=str(tmp_path / "out"))
+    message = r"tokenizer=seen \(mine/parts.py:3\): build reads texts, but SeenConfig has no built_from: add built_from"
+    with pytest.raises(ConfigError, match=message):
+        obtain.obtain(replace(Config(), data=data, tokenizer=seen("").options()), World())
+    (problem,) = seen("built_from = 'samples'").options().problems()
+    assert problem.startswith("SeenConfig.built_from='samples' should be 'sample' (texts of the data), 'characters'")
+    assert problem.endswith("; did you mean 'sample'?")
+
+
+def test_data_are_prepared_again_when_the_code_of_a_tokenizer_changes(
+    seen: Callable[..., Part], texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, named = TextConfig("mine", path=str(texts / "a.txt")), str(tmp_path / "out")
+
+    def logged(part: Part, data: TextConfig) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="wordrun"):
+            obtain.obtain(replace(Config(), data=data, tokenizer=part.options()), World())
+        return [line for line in caplog.messages if "prepar" in line and not line.startswith("prepared data=")]
+
+    before, after = "built_from = 'sample'", "built_from = 'sample'  # with END"
+    (line,) = logged(seen(before), found)
+    folder = line.partition("preparing data=mine in ")[2]
+    assert logged(seen(before), found) == [f"using prepared data in {folder}"]
+    (line,) = logged(seen(after), found)
+    assert line.startswith("preparing data=mine in ")
+    assert folder not in line
+    assert logged(seen(after), replace(found, prepared=named)) == [f"preparing data=mine in {named}"]
+    assert logged(seen(before), replace(found, prepared=named)) == [
+        f"using prepared data in {named}",
+        f"{named} was prepared with other code of tokenizer=seen, and is used as it is: remove it to prepare the data "
+        "again",
+    ]
 
 
 # What earlier versions prepared is found and read

@@ -98,6 +98,7 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
     if manifest.is_complete(folder):
         if cfg.data.prepared:
             corpus.compare(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
+            fingerprint.warn_of_other_code(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
         if cfg.data.strict:
             manifest.check_left_out(manifest.load(folder).left_out, cfg.data)
         return cfg, folder, None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from wordrun import files
 from wordrun.composer import data_home
-from wordrun.config import TokenizerConfig
+from wordrun.config import TextConfig, TokenizerConfig
+from wordrun.data.manifest import Manifest
 from wordrun.data.tokenizers import build
+from wordrun.log import LOGGER
 from wordrun.prepare.sources.base import Source
+from wordrun.registry import Part, part_of
 
 FORMAT = 2
 """Version of the prepared data format. Each version gets a different folder name, unless data.prepared sets it."""
@@ -41,4 +47,41 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
     found["state"] = source.state()
     if found["tokenizer"].get("path"):  # the content matters, not the name
         found["tokenizer"]["path"] = hashlib.sha256(build(tokenizer).to_json().encode()).hexdigest()
+    if code := code_of(source.data, tokenizer):
+        found["code"] = code
     return found
+
+
+def warn_of_other_code(folder: Path, manifest: Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:
+    """Log if the shards in ``folder``, which the options name, were made by other code than today's."""
+    names = {"data": data.kind, "tokenizer": tokenizer.name}
+    made = manifest.settings.get("code", {})
+    for kind, code in code_of(data, tokenizer).items():
+        if code != made.get(kind, code):
+            LOGGER.warning(
+                "%s was prepared with other code of %s=%s, and is used as it is: remove it to prepare the data again",
+                folder, kind, names[kind],
+            )  # fmt: skip
+
+
+def code_of(data: TextConfig, tokenizer: TokenizerConfig) -> dict[str, str]:
+    """Return a hash of the code of the source and of the tokenizer, by kind, for those from outside wordrun."""
+    parts = {kind: part_of(kind, options) for kind, options in (("data", data), ("tokenizer", tokenizer))}
+    return {kind: _code(part) for kind, part in parts.items() if part.origin}
+
+
+def _code(part: Part) -> str:
+    """Return a hash of the files that define a part's class, its options, and their base classes outside wordrun."""
+    own = {"wordrun", *sys.stdlib_module_names}
+    classes = [each for cls in (part.load(), part.options) for each in getattr(cls, "__mro__", ())]
+    outside = {f"{each.__module__}.{each.__qualname__}": each for each in classes
+               if each.__module__.partition(".")[0] not in own}  # fmt: skip
+    contents = dict[str, bytes]()
+    for name, cls in sorted(outside.items()):
+        with contextlib.suppress(OSError, TypeError):  # of a notebook's class Python may not know the source
+            if cls.__module__ == "__main__":  # a script, of which the rest does not matter
+                contents[name] = inspect.getsource(cls).encode()
+            else:
+                contents[cls.__module__] = Path(inspect.getfile(cls)).read_bytes()
+    # Not the names of the files: a job may run a copy of them.
+    return hashlib.sha256(b"\0".join(contents.values())).hexdigest()

@@ -11,7 +11,7 @@ from wordrun import dist
 from wordrun.composer import compose
 from wordrun.config import Config, TextConfig, TokenizerConfig
 from wordrun.data.corpus import Corpus, MixPart, open_foreign, open_prepared, open_text
-from wordrun.data.manifest import is_complete
+from wordrun.data.manifest import is_complete, load
 from wordrun.data.shards import Tokens
 from wordrun.errors import ConfigError, UserError
 from wordrun.log import LOGGER
@@ -89,6 +89,9 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
         log = _progress_log(f"preparing data={name}")
         run.execute(run.begin(source, tokenizer, folder), dist.World(), lambda progress: log(progress.share))
 
+    if world.rank == 0 and is_complete(folder):
+        LOGGER.info("using prepared data in %s", folder)
+        fingerprint.warn_of_other_code(folder, load(folder), source.data, tokenizer)
     lock.once_per_file_system(folder, world, lambda: is_complete(folder), prepare, f"data={name} to be prepared")
 
 

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from wordrun.config import GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.subword import gpt2_if_present
 from wordrun.errors import ConfigError
-from wordrun.registry import part_of, parts
+from wordrun.registry import Part, part_of, parts
 
 
 def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer that ``cfg`` describes, built from ``texts`` if it needs some (``cfg.built_from``).
 
     Raises:
-        ConfigError: if its file is missing or invalid.
+        ConfigError: if its file is missing or invalid, or it reads ``texts`` and ``cfg`` does not say so.
     """
     part = part_of("tokenizer", cfg)
     with part.blamed():
-        tokenizer: Tokenizer = part.load().build(cfg, texts)
+        tokenizer: Tokenizer = part.load().build(cfg, texts if cfg.built_from else _NoTexts(part, type(cfg).__name__))
     return tokenizer
+
+
+@dataclass(frozen=True)
+class _NoTexts:
+    """Stands for the texts of a tokenizer that is not built from any, and is empty as a condition."""
+
+    part: Part
+    options: str
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(
+            f"{self.part}: build reads texts, but {self.options} has no built_from: add built_from = 'sample' to it "
+            "(texts of the data), or 'characters' (all distinct ones)"
+        )
 
 
 def from_json(text: str, source: Path | str = "this") -> Tokenizer:
