@@ -126,6 +126,7 @@ PAGES = {
     "wordrun.data.manifest": "data.md#preparing",
     "wordrun.data.order": "data.md#loading",
     "wordrun.data.tokenizers": "data.md#tokenizers",
+    "wordrun.data.tokenizers._refuse_texts": "extend.md#a-tokenizer",
     "wordrun.dist.agreement": "jobs.md#a-hang",
     "wordrun.dist.device": "install.md#clusters",
     "wordrun.dist.mesh": "backends.md#layout-of-the-ranks",

@@ -37,10 +37,14 @@ class _NoTexts:
         return 0
 
     def __iter__(self) -> Iterator[str]:
-        raise ConfigError(
-            f"{self.part}: build reads texts, but {self.options} has no built_from: add built_from = 'sample' to it "
-            "(texts of the data), or 'characters' (all distinct ones)"
-        )
+        return _refuse_texts(self.part, self.options)
+
+
+def _refuse_texts(part: Part, options: str) -> Iterator[str]:
+    raise ConfigError(
+        f"{part}: build reads texts, but {options} has no built_from: add built_from = 'sample' to it (texts of the "
+        "data), or 'characters' (all distinct ones)"
+    )
 
 
 def from_json(text: str, source: Path | str = "this") -> Tokenizer:
