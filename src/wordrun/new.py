@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import importlib.util
+import keyword
 import re
 import shlex
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from wordrun.errors import ConfigError, UserError, show
 from wordrun.files import absolute
+from wordrun.registry import WORDS, parts
 
 USAGE = """\
 Write a project with a model and data of your own, which trains at once.
@@ -26,7 +29,7 @@ FILES = {
     "README.md": """\
 # {name}
 
-A model and data of its own for [wordrun](https://pypi.org/project/wordrun), without changing a line of it.
+A model and data of its own for wordrun, without changing a line of it.
 
 ```console
 launch -n 2 wordrun experiment=first                      # on this machine
@@ -37,7 +40,8 @@ python -m pytest                                          # tests
 sbatch job.sh                                             # or qsub job.sh; `launch --submit` writes one for your site
 ```
 
-Nothing has to be installed in this folder. `pip install -e .` makes the parts available everywhere.
+Nothing of this folder has to be installed. `pip install -e .` makes its parts available in any folder. First install
+wordrun there, as docs/install.md in its repository says: it is not on PyPI yet, where pip would look for it.
 
 | file | contents |
 |---|---|
@@ -55,7 +59,7 @@ build-backend = "setuptools.build_meta"
 name = "{name}"
 version = "0.1.0"
 requires-python = ">=3.10"
-dependencies = ["wordrun"]
+dependencies = ["wordrun"] # install it first: it is not on PyPI yet
 
 [project.entry-points.wordrun] # how wordrun finds the parts once this package is installed,
 {name} = "{name}.parts"
@@ -239,11 +243,16 @@ def write(folder: Path) -> Path:
     """Write a project into ``folder``, which must not exist or be empty, and return it.
 
     Raises:
-        ConfigError: it has files, or its name cannot be that of a Python package.
+        ConfigError: it has files, or its name cannot be that of a Python package or of a part.
     """
     name = re.sub(r"\W", "_", absolute(str(folder)).name.lower())
     if not re.fullmatch(r"[a-z]\w*", name):
         raise ConfigError(f"{folder}: the package would be called '{name}': start the name with a letter")
+    if keyword.iskeyword(name) or name in WORDS:
+        what = "a keyword of Python" if keyword.iskeyword(name) else "a value for YAML or Hydra"
+        raise ConfigError(f"{folder}: '{name}' is {what}: choose another name")
+    if taken := [kind for kind in ("model", "data") if _is_wordruns(kind, name)]:
+        raise ConfigError(f"{folder}: {taken[0]}={name} is one of wordrun's own: choose another name")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name):
         raise ConfigError(f"{folder}: there is a package called '{name}' already: choose another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -254,3 +263,9 @@ def write(folder: Path) -> Path:
         file.write_text(text.format(name=name, path=shlex.quote(f"{sys.prefix}/bin")), encoding="utf-8")
     (folder / "job.sh").chmod(0o755)
     return folder
+
+
+def _is_wordruns(kind: str, name: str) -> bool:
+    """Return whether ``kind=name`` selects a part or a preset of wordrun's."""
+    part, preset = parts(kind).get(name), importlib.resources.files("wordrun.conf") / kind / f"{name}.yaml"
+    return bool(part and not part.origin) or preset.is_file()

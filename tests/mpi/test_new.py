@@ -46,6 +46,8 @@ def test_it_trains_in_its_folder(adder: Path, command: Command, monkeypatch: pyt
     assert "has no Hugging Face format" in refused.stderr
     done = command(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "pypi.org" not in (readme := Path("README.md").read_text())  # there is no release
+    assert "docs/install.md" in readme
     done = command("bash", "-n", "job.sh")
     assert (done.returncode, os.access("job.sh", os.X_OK)) == (0, True)
 
@@ -55,6 +57,10 @@ def test_it_trains_in_its_folder(adder: Path, command: Command, monkeypatch: pyt
     [
         ("torch", "there is a package called 'torch' already"),
         ("json", "there is a package called 'json' already"),
+        ("class", "'class' is a keyword of Python: choose another name"),
+        ("yes", "'yes' is a value for YAML or Hydra"),
+        ("llama", "model=llama is one of wordrun's own: choose another name"),
+        ("mix", "data=mix is one of wordrun's own"),
         ("3d", "the package would be called '3d': start the name with a letter"),
         ("full", "exists and is not an empty folder"),
     ],

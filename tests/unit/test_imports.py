@@ -87,7 +87,7 @@ MAY_USE: dict[str, set[str]] = {
     "test_dist": PARALLEL | {"bandwidth", "bandwidth_files"},
     "probe": PARALLEL,
     "arguments": {"errors", "registry", "config"},
-    "new": {"errors", "files"},
+    "new": {"errors", "files", "registry"},
     "generate": PARALLEL | {"arguments", "checkpoint", "backend", "chat"},
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
