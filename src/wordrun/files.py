@@ -5,6 +5,8 @@ import fcntl
 import os
 from pathlib import Path
 
+LATEST = "outputs/latest"
+"""A link to the directory of the newest run in the working directory."""
 DIED = "died"
 """``exit_reason`` in run.json of a run whose processes are gone without having said why."""
 
@@ -12,6 +14,13 @@ DIED = "died"
 def absolute(path: str) -> Path:
     """Return ``path`` as an absolute path, with a leading ~ expanded."""
     return Path(os.path.expanduser(path)).absolute()
+
+
+def no_run_yet(path: Path) -> str:
+    """Return the message that ``path`` is the newest run's link and that there is no run yet; empty: it is another."""
+    if str(path) != LATEST or os.path.lexists(path):
+        return ""
+    return f"{path} does not exist: no run has been started in this folder"
 
 
 def read_proc(path: str) -> str:

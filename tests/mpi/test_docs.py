@@ -110,7 +110,7 @@ def test_short_readme_command_runs_as_printed(line: str, command: Any, ranks: An
 def test_readme_command_on_a_run_has_valid_options(line: str, command: Any) -> None:
     done = command("sh", "-c", line)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "outputs/latest is not a folder" in done.stderr
+    assert "outputs/latest does not exist" in done.stderr
 
 
 @pytest.mark.parametrize("line", OF_RUNS)

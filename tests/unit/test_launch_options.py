@@ -135,8 +135,8 @@ def test_help_explains_every_option(columns: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ([], 2, "usage: launch [options] [--] COMMAND..."),
-        (["-n", "2"], 2, "usage: launch [options] [--] COMMAND..."),
+        ([], 2, "launch: COMMAND is missing, for example: launch -n 2 python train.py (launch --help lists "),
+        (["-n", "2"], 2, "launch: COMMAND is missing, for example: launch -n 2 python train.py (launch --help lists "),
         (["-n", "0", "true"], 2, "launch: -n 0 should be"),
         (["-n", "3", "--ppn", "2", "true"], 2, "launch: -n 3 --ppn 2: 3 ranks cannot be divided into nodes of 2"),
         (["-n", "4", "--ppn", "2", "true"], 2, "launch: -n 4 --ppn 2: 4 ranks need 2 nodes of 2, and this"),

@@ -58,7 +58,7 @@ def test_the_command_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) 
     words = words[1:]
     if command in ("generate", "export"):  # there is no run, but mistakes in options are reported first
         assert cli.main([command, *words]) != 0
-        assert "outputs/latest is not a folder" in capsys.readouterr().err
+        assert "outputs/latest does not exist" in capsys.readouterr().err
     elif command == "study":
         with pytest.raises(SystemExit):
             cli.main([command, words[0], "--help"])

@@ -149,7 +149,8 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     """
     path = Path(os.path.expanduser(path))
     if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder: name a run directory, or one of its {CHECKPOINTS}/step-...")
+        remedy = f"name a run directory, or one of its {CHECKPOINTS}/step-..."
+        raise ConfigError(files.no_run_yet(path) or f"{path} is not a folder: {remedy}")
     path = path.resolve()  # latest and best are links
     match = NAME.fullmatch(path.name)
     if match or (path / MANIFEST).exists():

@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wordrun.errors import REQUEUE, UserError, short_lines, with_page
+from wordrun.errors import REQUEUE, ConfigError, UserError, short_lines, with_page
 from wordrun.launch import record
 from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
-from wordrun.launch.parser import USAGE, help_text, parse
+from wordrun.launch.parser import help_text, parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan, plan_again, records_folder
 from wordrun.launch.request import Identity, Options
@@ -62,8 +62,9 @@ def _launch(options: Options) -> int:
 
         return stacks.main(options.stacks, records_folder((), os.environ))
     if not (options.command or options.info or options.doctor):
-        print(f"{USAGE}\n(launch --help lists the options)", file=sys.stderr)
-        return 2
+        raise ConfigError(
+            "COMMAND is missing, for example: launch -n 2 python train.py (launch --help lists the options)"
+        )
     if options.info:
         return _info(options)
     if options.doctor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.errors import ConfigError
-from wordrun.files import DIED, in_use
+from wordrun.files import DIED, in_use, no_run_yet
 
 RECORD = "run.json"
 NO_REASON = ("", "running", DIED)
@@ -67,6 +67,8 @@ def load(path: Path) -> RunRecord:
     Raises:
         ConfigError: ``path`` is not a run directory.
     """
+    if nothing := no_run_yet(path):
+        raise ConfigError(nothing)
     path = Path(os.path.realpath(path))
     if not path.is_dir() or not ((path / RECORD).exists() or (path / "metrics.jsonl").exists()):
         what = "contains no run: neither run.json nor metrics.jsonl" if path.is_dir() else "does not exist"
