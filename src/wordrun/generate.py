@@ -159,7 +159,7 @@ def write(options: GenerateConfig) -> None:
         print(_title(number, options))
         print(tokenizer.decode(text[hidden:]), flush=True)
     count = options.num_samples * options.length
-    _say(f"{count} tokens in {seconds:.1f} s: {count / max(seconds, 1e-9):.1f} tokens/s")
+    _say(f"{count} token{'s' * (count != 1)} in {seconds:.1f} s: {count / max(seconds, 1e-9):.1f} tokens/s")
 
 
 def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: str = "model") -> Model:
@@ -186,7 +186,7 @@ def _training(saved: Saved) -> str:
     if name:
         split = "validation" if name == "val_loss" else "training"
         loss = f"; {split} loss {losses[name]:.2f} (untrained: {math.log(saved.vocab_size):.2f})"
-    return f"trained for {saved.step:,} steps{on}{loss}"
+    return f"trained for {saved.step:,} step{'s' * (saved.step != 1)}{on}{loss}"
 
 
 def _title(number: int, options: GenerateConfig) -> str:

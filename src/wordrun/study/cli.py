@@ -14,7 +14,7 @@ from wordrun.errors import ConfigError, UserError, nearest, show
 STUDIES = {
     "scaling": ("wordrun.study.scaling", "throughput on 1, 2, 4, ... ranks or nodes, under several backends"),
     "coord": ("wordrun.study.coord", "activations and learning rates across widths, with and without muP"),
-    "isoflop": ("wordrun.study.isoflop", "the best model size for each of several budgets of operations"),
+    "isoflop": ("wordrun.study.isoflop", "the best model size for each of several compute budgets (FLOPs)"),
 }
 """Maps each study to its module and a line of help."""
 OVERVIEW = """\

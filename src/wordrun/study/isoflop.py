@@ -1,4 +1,4 @@
-"""``wordrun study isoflop``: the best model size for each of several budgets of floating-point operations."""
+"""``wordrun study isoflop``: the best model size for each of several compute budgets (FLOPs)."""
 
 from __future__ import annotations
 
