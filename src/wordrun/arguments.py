@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from wordrun.config import Section, value_text
-from wordrun.errors import ConfigError, UserError, nearest, show
+from wordrun.errors import ConfigError, UserError, as_whole, nearest, show
 from wordrun.registry import documentation
 
 Options = TypeVar("Options")
@@ -76,7 +76,8 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
             try:
                 setattr(options, field.name, convert(value))
             except ValueError:
-                problems.append(f"{argument} should be {wanted}")
+                written = as_whole(value) if convert is int else ""
+                problems.append(f"{argument}{written}" if written else f"{argument} should be {wanted}")
     if problems:
         raise ConfigError("\n".join(problems))
     return options, others

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from wordrun import dist, interrupts
+from wordrun import dist, interrupts, synonyms
 from wordrun.errors import ConfigError, nearest
 from wordrun.version import versions
 
@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(str(_setup_sh()))
         return 0
     elif re.fullmatch(r"[A-Za-z][\w-]*", first):  # neither a flag nor an override
-        known = ", ".join(COMMANDS)
-        hint = f"{nearest(first, COMMANDS)} (commands: {known}; options are KEY=VALUE, see --help)"
-        _print(f"unknown command '{first}'{hint}", sys.stderr)
+        close = f"{nearest(first, COMMANDS)} (commands: {', '.join(COMMANDS)}; options are KEY=VALUE, see --help)"
+        _print(f"unknown command '{first}'{synonyms.command(arguments) or close}", sys.stderr)
         return ConfigError.exit_status
     return _run("train", arguments)
 

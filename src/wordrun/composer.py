@@ -123,6 +123,11 @@ def _run_to_continue(composed: DictConfig) -> str | None:
     source = composed.train.resume
     if source in (None, "auto"):
         return None
+    if source == "True":
+        raise ConfigError(
+            "train.resume=true does not say what to resume: use train.resume=outputs/latest for the newest run, or "
+            "train.resume=auto for the newest checkpoint in hydra.run.dir"
+        )
     try:
         run_dir, found = locate(Path(source))
     except UserError as error:

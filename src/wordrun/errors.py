@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from wordrun.synonyms import VALUES
+
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
 SHOWN = 4
@@ -139,6 +141,7 @@ PAGES = {
     "wordrun.export": "generate.md#export",
     "wordrun.generate": "generate.md#generate",
     "wordrun.launch": "launch.md#in-a-slurm-or-pbs-job",
+    "wordrun.launch.cli": "",
     "wordrun.launch.freeze": "jobs.md#the-code-that-a-job-runs",
     "wordrun.launch.launchers.local": "launch.md#one-machine",
     "wordrun.launch.launchers.torchrun": "launch.md#one-machine",
@@ -255,18 +258,30 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     import difflib  # imported here to keep launch fast
 
     names = list(known)
+    if (meant := VALUES.get(word.lower())) in names:
+        return f"; did you mean '{prefix}{meant}'?"
     by_lower = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
 
 
 def listed(names: Iterable[str], width: int = 100) -> str:
-    """Return ``names`` for the end of a message, in parentheses or, if they are many, on indented lines below it."""
-    text = ", ".join(names)
+    """Return ``names`` for the end of a message, in parentheses, which are on lines of their own if they are many."""
+    text = f"({', '.join(names)})"
     if len(text) <= width:
-        return f" ({text})"
-    lines = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join([":", *lines])
+        return f" {text}"
+    lines = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="   ", break_on_hyphens=False)
+    return "\n".join(["", *lines])
+
+
+def as_whole(value: str) -> str:
+    """Return how to write a ``value`` such as 1e3 for an option that takes whole numbers; empty: it is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    is_whole = abs(number) < 2**53 and number.is_integer()
+    return f": write {number:.0f}, without a point or an exponent" if is_whole else ""
 
 
 def first_line(error: BaseException | str, most: int = 200) -> str:

@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from wordrun import synonyms
 from wordrun.config import SECTIONS, SEVERAL, parts_in, schemas
-from wordrun.errors import ConfigError, first_line, listed, nearest
+from wordrun.errors import ConfigError, as_whole, first_line, listed, nearest
 from wordrun.registry import backends, parts
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
@@ -77,8 +78,8 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
         known = options[1].partition("Config search path:")[0].split()
         offered = backends() if name == "train.backend" else known
-        kind = name.rpartition(".")[2]
-        return f"{name}={value}: unknown {kind} '{value}'{nearest(value, offered)}{listed(offered)}"
+        kind = re.split("[./]", name)[-1]
+        return f"{name}={value}: unknown {kind}{nearest(value, offered)}{listed(offered)}"
     if isinstance(error, OverrideParseException) and "=" in override:
         return unparsable(override)
     if "=" not in override:
@@ -112,7 +113,8 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
     wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
-        return f"{name}={value} should be {wanted.get(match[1], match[1])}"
+        written = as_whole(value) if match[1] == "Integer" else ""
+        return f"{name}={value}{written}" if written else f"{name}={value} should be {wanted.get(match[1], match[1])}"
     if value == "null":
         return f"{name}=null needs a value: omit it for the default"
     return f"{override}: {reason}"
@@ -125,11 +127,12 @@ def unparsable(override: str) -> str:
 
 
 def nearest_option(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or an empty string."""
+    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or what lists them."""
     section, _, last = name.rpartition(".")
     inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
     elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]
-    return nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
+    meant = synonyms.option(name, known) or nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
+    return meant or synonyms.where_listed(name, known)
 
 
 def option_names(composed: DictConfig) -> Iterator[str]:

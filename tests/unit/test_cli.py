@@ -158,6 +158,9 @@ def test_the_version_names_torchs_without_importing_it(command: Command) -> None
         (["data=sample", "--learning-rate"], "unknown flag '--learning-rate': write optimizer.learning_rate=VALUE"),
         (["--model", "gpt2"], "unknown flag '--model': write model=gpt2"),
         (["--max_iter=5"], "unknown flag '--max_iter'; did you mean 'max_iters'?"),
+        (["--lr", "3e-4"], "unknown flag '--lr': write optimizer.learning_rate=3e-4"),
+        (["--hlp"], "unknown flag '--hlp'; did you mean '--help'?"),
+        (["--zzz"], "unknown flag '--zzz'; wordrun --help lists the options"),
     ],
 )
 def test_a_flag_that_is_an_option(
@@ -270,6 +273,34 @@ def test_an_unknown_command_is_refused_with_the_nearest(capfd: pytest.CaptureFix
     assert out == ""
     assert err.startswith("unknown command 'pln'; did you mean 'plan'? (commands: train, prepare, generate, ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["launch", "--help"], "'launch': it is a command of its own: write launch --help"),
+        (["launch", "-n", "2", "a.py"], "'launch': it is a command of its own: write launch -n 2 a.py"),
+        (["resume"], "'resume': to resume a run, repeat its command with train.resume=outputs/latest"),
+        (["help", "plan"], "'help': write wordrun --help plan"),
+        (["doctor"], "'doctor': write launch --doctor"),
+    ],
+)
+def test_a_word_that_is_no_command_leads_to_what_does_the_same(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capfd.readouterr() == ("", f"unknown command {says}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "export", "tail", "report"])
+def test_there_is_no_run_yet(command: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([command]) == 2
+    message = "outputs/latest does not exist: no run has been started in this folder\n"
+    assert capfd.readouterr().err.startswith(message)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "latest").symlink_to("removed")  # a run had been started
+    assert main([command]) == 2
+    assert "no run has been started" not in capfd.readouterr().err
 
 
 def test_the_command_train_is_the_default(small: Words, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import wordrun
-from wordrun import config, model
+from wordrun import config, model, synonyms
 from wordrun.checks import accumulation, check
 from wordrun.composer import Tree, as_yaml, compose
 from wordrun.config import (
@@ -340,13 +340,24 @@ UNKNOWN = {
     "modle=gpt2": ["'modle'", "did you mean 'model'?"],
     "train.batch_size=5": ["did you mean 'model.batch_size'?"],
     "model=gtp2": ["model=gtp2", "did you mean 'gpt2'?", "gpt2_medium", "nano"],
-    "train.backend=FSPD": ["train.backend=FSPD", "unknown backend 'FSPD'", "DDP"],
+    "train.backend=FSPD": ["train.backend=FSPD", "unknown backend; did you mean 'FSDP'?", "DDP"],
     "experiment=shakspeare": ["experiment=shakspeare", "did you mean 'shakespeare'?"],
     "train.log_interval=abc": ["train.log_interval=abc", "a whole number"],
+    "train.eval_interval=2.5": ["train.eval_interval=2.5", "a whole number"],
+    "train.max_iters=1e3": ["train.max_iters=1e3: write 1000, without a point or an exponent"],
+    "train.device=gpu": ["train.device=gpu", "did you mean 'cuda'?"],
+    "lr=1e-3": ["unknown option 'lr'; did you mean 'optimizer.learning_rate'?"],
+    "train.lr=1e-3": ["unknown option 'train.lr'; did you mean 'optimizer.learning_rate'?"],
+    "seed=3": ["unknown option 'seed'; did you mean 'train.seed'?"],
+    "model.num_layers=3": ["did you mean 'model.n_layer'?"],
+    "model.n_kv_heads=3": ["unknown option 'model.n_kv_heads'; wordrun --help model lists the options"],
+    "nonsense=3": ["unknown option 'nonsense'; wordrun --help lists the options"],
+    "profiler.steps=3": ["unknown option 'profiler.steps'; wordrun --help profiler lists the options"],
     "optimizer.learning_rate=fast": ["optimizer.learning_rate=fast", "a number"],
     "train.compile=maybe": ["train.compile=maybe", "true, false or auto"],
     "train=null": ["train=null", "train=NAME"],
     "+foo.bar=1": ["'foo"],
+    "output_dir=here": ["did you mean 'hydra.run.dir'?"],
     "novalue": ["'novalue'", "KEY=VALUE"],
     "model.n_head=3": ["model.n_embd=128", "model.n_head=3", "n_embd=126 or 129"],
 }  # the last one composes, and is wrong all the same
@@ -382,6 +393,8 @@ def test_no_mistake_is_reported_twice(together: list[str]) -> None:
         ("~tracker.jsonl", ["tracker must include jsonl"]),
         ("run_dir=here", ["run_dir=here", "hydra.run.dir=here"]),
         ("hydra.run.dir=", ["hydra.run.dir"]),
+        ("train.resume=true", ["train.resume=true", "train.resume=outputs/latest", "train.resume=auto"]),
+        ("train.resume=outputs/latest", ["outputs/latest does not exist: no run has been started in this folder"]),
         ("train.sample_prompt=Größe", ["train.sample_prompt=Größe", "quote"]),
         ("tracker.wandb.mode=onlin", ["tracker.wandb.mode=onlin", "did you mean 'online'?"]),
     ],
@@ -525,6 +538,22 @@ def test_the_global_batch_sets_the_accumulation(
 def test_the_nearest_name_is_told_in_its_own_spelling() -> None:
     assert nearest("fspd", ["DDP", "FSDP"]) == "; did you mean 'FSDP'?"
     assert nearest("zebra", ["DDP", "FSDP"]) == ""
+
+
+def test_a_long_list_of_names_is_below_the_message() -> None:
+    (message,) = complaints(lambda: compose(["data=shakespear"]))
+    line, *names = message.splitlines()
+    assert line == "data=shakespear: unknown data; did you mean 'shakespeare'?"
+    assert names[0].startswith("  (cifar10, digits, ")
+    assert names[-1].endswith(", yelp)")
+
+
+def test_other_names_lead_to_options_that_exist() -> None:
+    from wordrun.config import schemas
+
+    keys = {f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
+            for part in schemas(group).values() for field in fields(part.options)}  # fmt: skip
+    assert {*synonyms.OPTIONS.values()} - keys - {*SECTIONS, "hydra.run.dir"} == set()
 
 
 def test_every_kind_of_part_is_a_section() -> None:

@@ -240,6 +240,7 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
         (["prompt=foxé"], 2, "prompt: the text 'foxé' has characters that the vocabulary of 30 lacks: 'é'"),
         (["prompt="], 2, "prompt= has no value"),
         (["lenght=3", "top_k=x"], 2, "unknown option 'lenght'; did you mean 'length'?\ntop_k=x should be a whole"),
+        (["length=1e2"], 2, "length=1e2: write 100, without a point or an exponent"),
         (["max_tokens=9"], 2, "unknown option 'max_tokens'; --help lists the options"),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "temperature=0 should be above 0; for greedy"),
         (["temperature=0", "top_p=1.5", "top_k=0"], 2, "\ntop_k=0 should be at least 1; for no limit use top_k="),
@@ -362,4 +363,5 @@ def test_streamed_tokens_are_the_text_of_all_tokens(pieces: list[Any], joined: A
 def test_a_strange_record_of_training_is_not_an_error(facts: dict[str, Any]) -> None:
     saved = Saved(Path(), 7, Config(), "", 64, facts)
     assert _training(saved) == "trained for 7 steps"
+    assert _training(replace(saved, step=1)) == "trained for 1 step"
     assert _training(replace(saved, manifest={"metrics": {"loss": 1.5}})).endswith("loss 1.50 (untrained: 4.16)")

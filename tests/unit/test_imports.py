@@ -24,7 +24,10 @@ MODULES = sorted(
 )
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
-BASE = {"version", "errors", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id", "log"}
+BASE = {
+    "version", "errors", "synonyms", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id",
+    "log",
+}  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
     "checks", "sizes", "refusals", "composer", "tree",
@@ -33,7 +36,8 @@ PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
     "version": {"_version"},
     "_version": set(),
-    "errors": set(),
+    "synonyms": set(),
+    "errors": {"synonyms"},
     "files": set(),
     "stack_requests": set(),
     "cgroup": {"files"},
@@ -61,7 +65,7 @@ MAY_USE: dict[str, set[str]] = {
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
     "tree": {"project", "registry"},
-    "refusals": {"errors", "registry", "config"},
+    "refusals": {"errors", "synonyms", "registry", "config"},
     "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree", "refusals"},
     "launch": BASE,
     "data": CONFIG,
@@ -94,7 +98,7 @@ MAY_USE: dict[str, set[str]] = {
     "plan": PARALLEL | {"choices", "arguments", "backend", "launch", "devices", "kernels"},
     "study": PARALLEL | {"backend", "bandwidth", "compat_tensor", "launch", "plan", "prepare", "runs", "version"},
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
-    "cli": {"errors", "dist", "interrupts", "version", "completion"},
+    "cli": {"errors", "dist", "interrupts", "version", "completion", "synonyms"},
     "__main__": {"cli", "interrupts"},
     "": {"composer", "registry", "train", "version"},
 }

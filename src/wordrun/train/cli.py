@@ -25,7 +25,7 @@ from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from wordrun import dist, log, project, sizes
+from wordrun import dist, log, project, sizes, synonyms
 from wordrun.composer import compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, schemas
 from wordrun.dist import staying, watch
@@ -282,8 +282,10 @@ def unknown_flags(arguments: Sequence[str]) -> list[str]:
         name = flag[2:].replace("-", "_")
         keys = [f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
                 for part in schemas(group).values() if not part.origin for field in fields(part.options)]  # fmt: skip
-        found = list(dict.fromkeys(key for key in (*keys, *SECTIONS) if name in (key, key.rpartition(".")[2])))
-        close = nearest(name, {key.rpartition(".")[2] for key in keys})
+        same = [key for key in (*keys, *SECTIONS) if name in (key, key.rpartition(".")[2])]
+        found = list(dict.fromkeys(filter(None, [synonyms.OPTIONS.get(name), *same])))
         remedy = " or ".join(f"{key}={value or 'VALUE'}" for key in found[:3])
-        problems.append(f"unknown flag '{flag}': write {remedy}" if found else f"unknown flag '{flag}'{close}")
+        close = nearest(flag, FLAGS) or nearest(name, {key.rpartition(".")[2] for key in keys})
+        near = close or "; wordrun --help lists the options"
+        problems.append(f"unknown flag '{flag}': write {remedy}" if found else f"unknown flag '{flag}'{near}")
     return problems
