@@ -66,14 +66,14 @@ def sent() -> int:
 
 def train(words: list[str], world: dist.World) -> dict[str, float]:
     """Train, and return the validation loss and the bytes sent per step."""
-    cfg = dist.share(wordrun.compose(words, ranks=world.size) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(words, ranks=world.size) if world.rank == 0 else None, world)
     with wordrun.Trainer(cfg, world) as trainer:
         gc.collect()  # closes the connections of the run before
         before = sent()
         summary = trainer.train()
         parameters = sum(p.numel() for part in trainer.backend.parts for p in part.parameters())
         after = sent()
-        dist.share(None, world)  # the others have kept their ends of the connections until rank 0 has counted
+        dist.broadcast(None, world)  # the others have kept their ends of the connections until rank 0 has counted
         return {"loss": summary.val_loss or 0.0, "bytes": (after - before) / summary.steps, "parameters": parameters}
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         torch.set_num_threads(1)
         found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
         for number, name in enumerate(args.runs):
-            place = f"hydra.run.dir={dist.share(folder, world)}/{number}"
+            place = f"hydra.run.dir={dist.broadcast(folder, world)}/{number}"
             found[name] = train([*MODEL, *overrides, *RUNS[name], place], world)
             if args.json and world.rank == 0:
                 args.json.write_text(json.dumps(found))

@@ -36,18 +36,18 @@ def main() -> None:
         trainers = {}
         for name in names:
             words = [*MODEL, *args.overrides, f"optimizer={name}", f"hydra.run.dir={folder}/{name}"]
-            cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+            cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
             trainers[name] = wordrun.Trainer(cfg, world)
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for number in range(args.rounds + 2):  # two to warm up
             for name, trainer in trainers.items():
                 batches, clock = trainer._micro_batches(), Stopwatch(trainer.backend.device)
-                dist.share(None, world)
+                dist.broadcast(None, world)
                 begin = time.perf_counter()
                 clock.start()
                 trainer.backend.train_step(batches, 1e-4, clock)
                 optimizer = clock.read()["optimizer"]
-                dist.share(None, world)
+                dist.broadcast(None, world)
                 if number > 1:
                     seconds[name].append((time.perf_counter() - begin, optimizer))
         for trainer in trainers.values():

@@ -150,7 +150,7 @@ def main() -> None:
         torch.set_num_threads(1)
         found, rows = {}, []
         for schedule in args.schedules:
-            passes, idle, runs, parts = record(world, schedule, overrides, dist.share(folder, world))
+            passes, idle, runs, parts = record(world, schedule, overrides, dist.broadcast(folder, world))
             ideal = formula(schedule, world.size, runs, parts)
             found[schedule] = (passes, f"idle {idle:.0%}, formula {ideal:.0%}")
             rows.append(f"| {schedule} | {runs} | {parts} | {idle:.3f} | {ideal:.3f} |")

@@ -48,7 +48,7 @@ with dist.session() as world:
         "train.dtype=fp32", "train.device=cpu", "train.max_iters=8", "train.eval_interval=4", "train.eval_iters=1",
         "train.sample_tokens=0", "train.checkpoint_interval=4", "train.save_best=false", "train.hang_s=2",
         "model.batch_size=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", *words]
-    cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
     with wordrun.Trainer(cfg, world, hooks=[Culprit()]) as trainer:
         trainer.train()
 """

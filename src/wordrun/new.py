@@ -212,8 +212,8 @@ import wordrun
 
 def test_the_loss_falls(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
-    words = ["experiment=first", "model.n_layer=1", "train.max_iters=20", f"hydra.run.dir={{tmp_path}}/run"]
-    with wordrun.Trainer(wordrun.compose(words)) as trainer:
+    overrides = ["experiment=first", "model.n_layer=1", "train.max_iters=20", f"hydra.run.dir={{tmp_path}}/run"]
+    with wordrun.Trainer(wordrun.compose(overrides)) as trainer:
         untrained = trainer.evaluate()
         assert trainer.train().val_loss < untrained
 ''',

@@ -80,7 +80,7 @@ with dist.session() as world:
     torch.set_num_threads(1)
     for name, words in json.load(open(sys.argv[1])).items():
         cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
-        with wordrun.Trainer(dist.share(cfg, world), world) as trainer:
+        with wordrun.Trainer(dist.broadcast(cfg, world), world) as trainer:
             chunked.clear()
             before = trainer.evaluate()
             parameters = trainer.backend.parameters

@@ -58,7 +58,8 @@ torch.nn.Module.compile = lambda module, options: whole(module, backend="aot_eag
 with dist.session() as world:
     torch.set_num_threads(1)
     for words in json.load(open(sys.argv[1])):
-        with wordrun.Trainer(dist.share(wordrun.compose(words) if world.rank == 0 else None, world), world) as trainer:
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world) as trainer:
             trainer.train()
             compiled = [block._compiled_call_impl is not None for block in trainer.backend.parts[0].blocks.values()]
             assert all(compiled) == bool(trainer.cfg.train.compile)

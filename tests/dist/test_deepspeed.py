@@ -33,7 +33,7 @@ from wordrun import dist
 
 with dist.session() as world:
     for words in json.load(open(sys.argv[1])):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
         with wordrun.Trainer(cfg, world) as trainer:
             text = trainer.train() and trainer.generate(length=4)
             model = trainer.backend.parts[0]

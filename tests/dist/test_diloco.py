@@ -31,7 +31,7 @@ from wordrun.errors import ConfigError
 with dist.session() as world:
     torch.set_num_threads(1)
     for words in json.load(open(sys.argv[1])):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
         try:
             with wordrun.Trainer(cfg, world) as trainer:
                 trainer.train()

@@ -26,7 +26,8 @@ float8.require = lambda recipe, device: None
 with dist.session() as world:
     torch.set_num_threads(1)
     for words in json.load(open(sys.argv[1])):
-        with wordrun.Trainer(dist.share(wordrun.compose(words) if world.rank == 0 else None, world), world) as trainer:
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
+        with wordrun.Trainer(cfg, world) as trainer:
             trainer.train()
             kinds = [type(m).__name__ for m in trainer.backend.parts[0].modules() if isinstance(m, torch.nn.Linear)]
             assert kinds.count("Float8Linear") == 8 * (trainer.cfg.train.float8 != "none"), kinds

@@ -92,7 +92,7 @@ class Watch(Hook):
             raise ValueError("nothing to see")
 
 with dist.session() as world:
-    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
     wordrun.Trainer(cfg, world, hooks=[Watch()]).train()
 """
 
@@ -188,7 +188,7 @@ class Sum(Hook):
             torch.distributed.recv(torch.zeros(3), src=1)
 
 with dist.session() as world:
-    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
     wordrun.Trainer(cfg, world, hooks=[Sum()]).train()
 """
 

@@ -77,7 +77,7 @@ if plan.get("moment") in FUNCTIONS and rank == plan["rank"]:
     setattr(owner, name, fatal(getattr(owner, name), [None] * plan["call"]))
 with dist.session() as world:
     torch.set_num_threads(1)
-    cfg = dist.share(wordrun.compose(plan["words"]) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(plan["words"]) if world.rank == 0 else None, world)
     with wordrun.Trainer(cfg, world, hooks=[Step()]) as trainer:
         trainer.train()
 """

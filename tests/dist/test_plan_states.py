@@ -51,7 +51,7 @@ world = dist.identify()
 with dist.guard(world):
     dist.setup(world, device="cpu")  # so that the group outlives each trainer
     for words in json.loads(sys.argv[1]):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
         with wordrun.Trainer(cfg, world) as trainer:
             backend, found = trainer.backend, {}
             parameters = [p for part in backend.parts for p in part.parameters()]
@@ -118,7 +118,7 @@ world = dist.identify()
 with dist.guard(world):
     dist.setup(world, device="cpu")
     for words in json.loads(sys.argv[1]):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
         with wordrun.Trainer(cfg, world) as trainer:
             trainer.train()
             zero = trainer.backend.engine.optimizer
@@ -165,7 +165,7 @@ with dist.guard(world):
     import torch
     from wordrun.train.metrics import used_memory
 
-    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
     with wordrun.Trainer(cfg, world) as trainer:
         trainer.train()
     sys.stdout.write(json.dumps({"peak": used_memory(torch.device("cpu"))[1]}) + "\\n")
@@ -227,7 +227,7 @@ batch = Batch(tokens[:, :-1], tokens[:, 1:])
 with dist.session(device="cpu") as world:
     torch.set_num_threads(1)
     for words in json.loads(sys.argv[1]):
-        cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+        cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
         layout = check(cfg, world.size)
         optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         model = partial(meta_model, cfg.model, VOCAB, multiple=layout.tp)

@@ -119,7 +119,7 @@ with dist.session() as world:
                 trainer.checkpoints.join(None)
                 setattr(module, function, fail if broken else real)
 
-        cfg = dist.share(wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None, world)
+        cfg = dist.broadcast(wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None, world)
         with wordrun.Trainer(cfg, world, hooks=[Fail()]) as trainer:
             trainer.train()
 """

@@ -27,15 +27,15 @@ from wordrun.dist.collectives import all_mean, all_sum
 
 found = {}
 world = dist.identify()
-found["before"] = dist.share({"rank": world.rank} if world.rank == 0 else None, world)
+found["before"] = dist.broadcast({"rank": world.rank} if world.rank == 0 else None, world)
 with dist.guard(world):
     world = dist.setup(world, device="cpu", seed=5)
     found["rank"], found["world"], found["group"] = world.rank, str(world), td.get_backend()
     mine = torch.tensor([1.0, 10.0]) * (world.rank + 1)
     found["sum"], found["mean"] = all_sum(mine).tolist(), all_mean(mine).tolist()
     found["unchanged"] = mine.tolist()
-    found["during"] = dist.share(["first"] if world.rank == 0 else None, world)
-    found["again"] = dist.share(["second"] if world.rank == 0 else None, world)
+    found["during"] = dist.broadcast(["first"] if world.rank == 0 else None, world)
+    found["again"] = dist.broadcast(["second"] if world.rank == 0 else None, world)
     found["random"] = [random.random(), float(np.random.rand()), torch.rand(1).item()]
     assert dist.setup() == world
     dist.cleanup()

@@ -45,7 +45,7 @@ with dist.session() as world:
     for backend in sys.argv[2].split(","):
         for rank, where in enumerate(("data", "forward", "backward")):
             words = [*sys.argv[3:], f"train.backend={backend}", f"hydra.run.dir={backend}-{where}"]
-            cfg = dist.share(wordrun.compose(words) if world.rank == 0 else None, world)
+            cfg = dist.broadcast(wordrun.compose(words) if world.rank == 0 else None, world)
             with wordrun.Trainer(cfg, world) as trainer:
                 if world.rank == rank:
                     delay(trainer, where)

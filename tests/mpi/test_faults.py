@@ -30,7 +30,7 @@ from wordrun import dist
 
 with dist.session() as world:
     torch.set_num_threads(1)
-    cfg = dist.share(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
+    cfg = dist.broadcast(wordrun.compose(sys.argv[1:]) if world.rank == 0 else None, world)
     with wordrun.Trainer(cfg, world) as trainer:
         trainer.train()
 """

@@ -206,7 +206,7 @@ def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
     run.execute(run.begin(locate(data), ByteTokenizerConfig(), folder), World())
     words = ["data=mix", f"data.mix={{sample: 3, {folder}: 1}}", "tokenizer=byte", "model.block_size=16"]
     found = obtain(wordrun.compose(words), World())
-    assert [round(part.share, 2) for part in found.mix] == [0.75, 0.25]
+    assert [round(part.fraction, 2) for part in found.mix] == [0.75, 0.25]
     assert len(found.train) == sum(len(part.train) for part in found.mix)
     assert len(found.val) == sum(len(part.val) for part in found.mix)
     assert "75% sample" in found.origin

@@ -137,6 +137,19 @@ def test_documents_begin_where_the_manifest_says(texts: Path, tmp_path: Path) ->
     assert whole == 2 + sum(len((texts / f"{n}.jsonl").read_text().splitlines()) for n in range(4))
 
 
+def test_a_text_that_changes_meanwhile_is_prepared_again_by_the_next_run(tmp_path: Path) -> None:
+    """The manifest has the state in which the preparation began, as the name of the folder does."""
+    (tmp_path / "a.txt").write_text(sample_text()[:5_000])
+    source = locate(TextConfig("mine", path=str(tmp_path / "a.txt")))
+    folder = tmp_path / "out"
+    preparation = run.begin(source, BYTE, folder)
+    before = fingerprint.settings(source, BYTE)
+    (tmp_path / "a.txt").write_text(sample_text()[:6_000])
+    assert fingerprint.settings(source, BYTE) != before
+    run.execute(preparation, World())
+    assert manifests.load(folder).settings == before
+
+
 def test_a_text_is_split_as_in_memory(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(sample_text()[:50_001])
     data = made(tmp_path / "a.txt", tmp_path / "out", CharTokenizerConfig())
@@ -292,7 +305,7 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
 ) -> None:
     """Three ranks of one file system, two of them the first of their node, as threads that share nothing but files."""
     cfg = config(texts)
-    monkeypatch.setattr("wordrun.dist.share", lambda value, world: value or asked[0])
+    monkeypatch.setattr("wordrun.dist.broadcast", lambda value, world: value or asked[0])
     calls: list[int] = []
     begin = run.begin
 

@@ -142,7 +142,7 @@ def test_a_page_shows_the_profiles(tmp_path: Path) -> None:
         assert shown in text
     assert "rank 4" not in text
     assert trace.load(folder / "summary.json") == summary
-    assert [value for _, value in trace.load(folder / "summary.json").shares().items()] == [50, 10, 20, 20]
+    assert [value for _, value in trace.load(folder / "summary.json").percentages().items()] == [50, 10, 20, 20]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,8 +143,8 @@ def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
     assert parse(words).launcher_args == ("-v", "-v", "--overlap")
     assert dict(parse(words).env) == {"OMP_NUM_THREADS": "2"}
     assert Path(str(parse(words).hostfile)).read_text() == "n1\n"
-    assert part.share(list("01234567"), 1, 2) == list("4567")
-    assert part.share(["0"], 1, 2) == ["0"]
+    assert part.portion(list("01234567"), 1, 2) == list("4567")
+    assert part.portion(["0"], 1, 2) == ["0"]
     assert part.devices({}, 4, 1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "2,3"}
     assert part.devices({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 4, 0, 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert part.devices({}, 0, 0, 2) == {}

@@ -53,7 +53,7 @@ def settled_dtype(cfg: Config, world: dist.World) -> str:
             LOGGER.info(
                 "train.dtype=auto: fp32, because matrix products of this size are only %.2g times as fast in bf16", gain
             )
-    return str(dist.share("bf16" if gain >= GAIN else "fp32", world))
+    return str(dist.broadcast("bf16" if gain >= GAIN else "fp32", world))
 
 
 def bf16_gain(width: int) -> float:

@@ -31,8 +31,8 @@ class MixPart:
 
     train: shards.Tokens
     val: shards.Tokens
-    share: float
-    """Fraction of the mix; the shares of all parts add up to 1."""
+    fraction: float
+    """Fraction of the mix; those of all parts add up to 1."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def open_foreign(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World
     if manifests.is_complete(folder):
         return open_prepared(folder, data, tokenizer)
     train, val = find_foreign(folder, data)
-    saved = dist.share(foreign_tokenizer(folder, tokenizer).to_json() if world.rank == 0 else None, world)
+    saved = dist.broadcast(foreign_tokenizer(folder, tokenizer).to_json() if world.rank == 0 else None, world)
     found = tokenizers.from_json(saved)
     for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
         for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):

@@ -233,7 +233,7 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     if not corpus.mix:
         return Sequences(corpus.train, size, seed, eot, document)
     orders = [Sequences(part.train, size, seed + i, eot, document) for i, part in enumerate(corpus.mix)]
-    return Mix(orders, [part.share for part in corpus.mix], seed)
+    return Mix(orders, [part.fraction for part in corpus.mix], seed)
 
 
 def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> PairSequences:

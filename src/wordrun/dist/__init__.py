@@ -14,6 +14,7 @@
 from wordrun.dist.setup import (
     abort,
     begin_anew,
+    broadcast,
     cleanup,
     discover_or_exit,
     guard,
@@ -29,6 +30,7 @@ __all__ = [
     "World",
     "abort",
     "begin_anew",
+    "broadcast",
     "cleanup",
     "discover",
     "discover_or_exit",

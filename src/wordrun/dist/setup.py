@@ -80,7 +80,7 @@ def call_number(kind: str) -> int:
     return next(_calls[kind])
 
 
-def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
+def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
     For plain values, paths and dataclasses (``wordrun.dist.values``). Over MPI, if it is in use, in log(n) rounds; else
@@ -91,10 +91,16 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
     data = values.dumps(value) if world.rank == 0 else b""
     if mpi.in_use(world):
         return values.loads(mpi.broadcast(data))
-    store, key = shared_store(world, timeout_s), f"wordrun/share/{call_number('share')}"
+    store, key = shared_store(world, timeout_s), f"wordrun/broadcast/{call_number('broadcast')}"
     if world.rank == 0:
         store.set(key, data)
     return values.loads(store.get(key))
+
+
+def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
+    """Do as ``broadcast``: the old name, which is accepted until the next release."""
+    LOGGER.warning("dist.share is now called dist.broadcast; the old name is accepted until the next release")
+    return broadcast(value, world, timeout_s)
 
 
 def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:

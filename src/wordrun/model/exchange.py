@@ -66,7 +66,7 @@ def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: 
     return arrived
 
 
-def share_of(weight: Tensor, ranks: int) -> Tensor:
+def rows_of_rank(weight: Tensor, ranks: int) -> Tensor:
     """Return this rank's rows of ``weight``, whose gradient is divided by the number of ``ranks``.
 
     The tokens of all ranks contribute to it, and the loss is the mean over them. ``fully_shard`` divides only by the

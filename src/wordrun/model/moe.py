@@ -22,7 +22,7 @@ from wordrun.model.base import Rows
 from wordrun.model.block import Block, TokenBatch
 from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
-from wordrun.model.exchange import Exchange, share_of
+from wordrun.model.exchange import Exchange, rows_of_rank
 from wordrun.model.llama import GATES, MLP, Attention, Llama
 
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -191,7 +191,7 @@ class Experts(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ranks = self.exchange.size if self.exchange else 1
         layers = (self.gate, self.up, self.proj)
-        gate, up, proj = (share_of(layer.weight, ranks).to(dtype) for layer in layers)
+        gate, up, proj = (rows_of_rank(layer.weight, ranks).to(dtype) for layer in layers)
         product = compat_experts.grouped_product(x, self.n_hidden, dtype)
         x = x.to(dtype)
         hidden = self.activation(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))

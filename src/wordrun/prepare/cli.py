@@ -64,7 +64,7 @@ def prepare(
     """Prepare the data set described by ``overrides`` unless it exists; every rank must call this."""
     with contextlib.ExitStack() as stack:
         begun = _begin(overrides, stack) if world.rank == 0 else None
-        cfg, folder, preparation = dist.share(begun, world)
+        cfg, folder, preparation = dist.broadcast(begun, world)
         if preparation is not None:
             with _progress_shown(world, handle, cfg.data.name) as show:
                 run.execute(preparation, world, show)
@@ -137,11 +137,11 @@ def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iter
             f"{now.done:,}/{now.items:,} work items  {now.documents:,} documents  {now.tokens:,} tokens  "
             f"{now.tokens / max(seconds, 1.0):,.0f} tokens/s"
         )
-        bar.update(task, completed=now.share, description=f"{now.task} of {name}", counts=counts)
+        bar.update(task, completed=now.fraction, description=f"{now.task} of {name}", counts=counts)
         if hidden and time.monotonic() - logged > lock.LOG_S:
             logged = time.monotonic()
-            left = f"{seconds * (1 / now.share - 1):,.0f} s left" if now.share else "estimating the time left"
-            LOGGER.info("%s of %s: %.0f %%  %s  %s", now.task, name, 100 * now.share, counts, left)
+            left = f"{seconds * (1 / now.fraction - 1):,.0f} s left" if now.fraction else "estimating the time left"
+            LOGGER.info("%s of %s: %.0f %%  %s  %s", now.task, name, 100 * now.fraction, counts, left)
 
     with Progress(*columns, console=screen, refresh_per_second=4, expand=True, disable=hidden) as bar:
         task = bar.add_task(name, total=1.0, counts="")

@@ -45,7 +45,7 @@ def _obtain(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World, *, 
             return source, text, Path()
         return source, None, fingerprint.folder_of(source, tokenizer)
 
-    source, text, folder = dist.share(find() if world.rank == 0 else None, world)
+    source, text, folder = dist.broadcast(find() if world.rank == 0 else None, world)
     if text is not None:
         documents = "".join(document.text for document in source.documents(text))
         opened = open_text(documents, data.val_fraction, tokenizer)
@@ -87,7 +87,7 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
             )
         LOGGER.info("preparing data=%s in %s", name, folder)
         log = _progress_log(f"preparing data={name}")
-        run.execute(run.begin(source, tokenizer, folder), dist.World(), lambda progress: log(progress.share))
+        run.execute(run.begin(source, tokenizer, folder), dist.World(), lambda progress: log(progress.fraction))
 
     if world.rank == 0 and is_complete(folder):
         LOGGER.info("using prepared data in %s", folder)
@@ -121,7 +121,7 @@ def _progress_log(what: str) -> Callable[[float], None]:
 
 def _mix(cfg: Config, world: dist.World) -> Corpus:
     """Return the corpora of data.mix as one corpus."""
-    parts = dist.share(_parts_of_mix(cfg) if world.rank == 0 else None, world)
+    parts = dist.broadcast(_parts_of_mix(cfg) if world.rank == 0 else None, world)
     corpora = [_obtain(data, cfg.tokenizer, world, in_memory=False) for data in parts]
     total = sum(cfg.text.mix.values())
     mix, origins = [], []

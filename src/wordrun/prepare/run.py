@@ -12,9 +12,10 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from wordrun import files
 from wordrun.config import TokenizerConfig
@@ -25,7 +26,6 @@ from wordrun.errors import ConfigError
 from wordrun.log import LOGGER
 from wordrun.prepare import fingerprint, tokenize, workers, writer
 from wordrun.prepare.sources.base import Source, WorkItem
-from wordrun.prepare.sources.files import extent
 
 POLL_S = 0.2
 """Seconds between polls of the other ranks' progress."""
@@ -53,8 +53,8 @@ class Progress:
         self.done, self.documents, self.tokens, self.read = done, documents, tokens, read
 
     @property
-    def share(self) -> float:
-        """The completed share, 0 to 1."""
+    def fraction(self) -> float:
+        """The completed fraction, 0 to 1."""
         if self.size:
             return min(1.0, self.read / self.size)
         return self.done / max(1, self.items)
@@ -72,6 +72,8 @@ class Preparation:
     folder: Path
     items: list[WorkItem]
     revision: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Everything that affects the shards, when the preparation began."""
     todo: dict[str, list[int]] = field(default_factory=dict)
     """The remaining work items of each task."""
     left_out: list[str] = field(default_factory=list)
@@ -91,8 +93,8 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
     for left in [*folder.glob(".*.bin.*"), *folder.glob(".*.docs.*"), *work.glob("rank-*"), *work.glob(".*")]:
         left.unlink(missing_ok=True)
     revision = source.revision()
-    settings = {"settings": fingerprint.settings(source, tokenizer), "revision": revision}
-    _restart_if_changed(folder, work, json.dumps(settings, sort_keys=True))
+    settings = fingerprint.settings(source, tokenizer)
+    _restart_if_changed(folder, work, json.dumps({"settings": settings, "revision": revision}, sort_keys=True))
     ready = folder / manifests.TOKENIZER
     if source.is_tokens or not ready.exists():
         made = source.tokenizer(tokenizer)
@@ -103,7 +105,7 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
         todo["characters"] = [
             i.number for i in items if not tokenize.record_of(folder, "characters", i.number).exists()
         ]
-    return Preparation(source, tokenizer, folder, items, revision, todo, left_out)
+    return Preparation(source, tokenizer, folder, items, revision, settings, todo, left_out)
 
 
 def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
@@ -199,10 +201,7 @@ def _sample(preparation: Preparation, size: int) -> Iterator[str]:
     chosen = preparation.items[:: -(-len(preparation.items) // SAMPLED)]
     for item in chosen:
         left = size // len(chosen)
-        if item.kind == "text" and item.path:  # avoid reading it all; a character has at most four bytes
-            start, stop = extent(item)
-            item = replace(item, start=start, stop=min(stop, start + 4 * left))
-        for document in preparation.source.documents(item):
+        for document in preparation.source.documents(preparation.source.beginning(item, left)):
             yield from (text for text, _ in tokenize.chunks(document, 0, min(left, len(document.text))))
             left -= len(document.text)
             if left <= 0:
@@ -220,11 +219,10 @@ def _finish(preparation: Preparation) -> None:
             raise ConfigError(f"data={source.data.name} has no text for the split {split}: use {remedy}")
     saved = (folder / manifests.TOKENIZER).read_text(encoding="utf-8")
     tokenizer = tokenizers.from_json(saved)
-    settings = fingerprint.settings(source, preparation.tokenizer)
     sha256 = hashlib.sha256(saved.encode()).hexdigest()
     writer.save(folder, manifests.Manifest(
-        source.data.name, source.origin, preparation.revision, settings, tokenizer.vocab_size, tokenizer.eot, sha256,
-        **entries, left_out=preparation.left_out,
+        source.data.name, source.origin, preparation.revision, preparation.settings, tokenizer.vocab_size,
+        tokenizer.eot, sha256, **entries, left_out=preparation.left_out,
     ))  # fmt: skip
     shutil.rmtree(folder / "work", ignore_errors=True)
 

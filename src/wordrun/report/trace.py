@@ -51,7 +51,7 @@ class TraceSummary:
     operations: Sequence[Operation]
     """Those with the most self time, longest first."""
 
-    def shares(self) -> dict[str, float]:
+    def percentages(self) -> dict[str, float]:
         """Return how the time is divided [%]: computing, both, communicating, idle."""
         parts = {
             "computing": self.compute - self.overlap, "both": self.overlap,

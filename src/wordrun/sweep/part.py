@@ -16,7 +16,7 @@ from wordrun.launch.job import count_devices
 DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
-def share(things: Sequence[str], part: int, parts: int) -> Sequence[str]:
+def portion(things: Sequence[str], part: int, parts: int) -> Sequence[str]:
     """Return part ``part`` of ``parts`` equal ones; everything if there are fewer things than parts."""
     each = len(things) // parts
     return things[part * each : (part + 1) * each] if each else things
@@ -26,7 +26,7 @@ def devices(env: Mapping[str, str], count: int, part: int, parts: int) -> dict[s
     """Return the variables that choose a part of the ``count`` devices that a process with ``env`` would see."""
     listed = next((env[name] for name in (*DEVICES, "HIP_VISIBLE_DEVICES") if env.get(name)), "")
     names = listed.split(",")[:count] if listed else [str(number) for number in range(count)]
-    return dict.fromkeys(DEVICES, ",".join(share(names, part, parts))) if count else {}
+    return dict.fromkeys(DEVICES, ",".join(portion(names, part, parts))) if count else {}
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     part, parts = map(int, sys.argv[1].split("/"))
     if hasattr(os, "sched_setaffinity"):
         cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-        os.sched_setaffinity(0, map(int, share(cores, part, parts)))
+        os.sched_setaffinity(0, map(int, portion(cores, part, parts)))
     env = {**os.environ, **devices(os.environ, count_devices(os.environ)[0], part, parts)}
     os.execvpe(sys.argv[2], sys.argv[2:], env)
 

@@ -80,7 +80,7 @@ def _main(argv: Sequence[str] | None) -> int:
             world = dist.identify()
             if world.rank:
                 _load_torch()  # while rank 0 composes
-            status, cfg = dist.share(_try_compose(args, world) if world.rank == 0 else None, world)
+            status, cfg = dist.broadcast(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
         return train(cfg, world, own_command(typed))
@@ -113,7 +113,7 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
         with trainer:
             trainer.train()
     except Interrupted as error:
-        dist.share(None, world)  # rank 0 may still be drawing plots
+        dist.broadcast(None, world)  # rank 0 may still be drawing plots
         dist.cleanup()
         # One rank reports it: launchers kill the other ranks as soon as one exits with another status than 0.
         return 0 if error.exit_status == REQUEUE and world.rank else error.exit_status
@@ -259,7 +259,7 @@ def _help(args: Namespace) -> int:
     folders = [Path(folder) for folder in (project.here().conf, args.config_dir, args.config_path) if folder]
     text = overview(folders)
     if groups or overrides:
-        cfg, plain = (compose(words, tree=_tree(args), checked=False) for words in (overrides, []))
+        cfg, plain = (compose(some, tree=_tree(args), checked=False) for some in (overrides, []))
         named = bool(groups)
         groups = list(SECTIONS) if "all" in groups else groups or changed_groups(cfg, plain, overrides)
         text = options_of(cfg, groups, folders, names=named)

@@ -91,6 +91,6 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
             found = part.build(cfg.data)
             if not isinstance(found, Splits):
                 raise UserError(f"{part} should return wordrun.data.examples.Splits, not {type(found).__name__}")
-        dist.share(None, world)
+        dist.broadcast(None, world)
     assert found is not None
     return found

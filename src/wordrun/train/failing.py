@@ -224,7 +224,7 @@ class FailedHooks:
         """At the end, after an error that all ranks know of, wait for rank 0's files; the failed rank reports first."""
         self.close()  # also after any other error
         if self.together and self.trainer.world.size > 1:
-            dist.share(None, self.trainer.world)
+            dist.broadcast(None, self.trainer.world)
             time.sleep(0.0 if self._is_noted else REPORT_S)
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ def _explained(trainer: Training, result: StepResult) -> _Found:
 def _roll_back(trainer: Training, nonfinite: _Found) -> None:
     """Return to the newest checkpoint, and continue from there with the data that would come next."""
     trainer.checkpoints.wait()
-    found = dist.share(folders.all_in(trainer.run.path) if trainer.world.rank == 0 else None, trainer.world)
+    found = dist.broadcast(folders.all_in(trainer.run.path) if trainer.world.rank == 0 else None, trainer.world)
     if not found:
         raise UserError(f"{nonfinite.problem}, and no checkpoint to roll back to yet: {nonfinite.remedy}")
     folder, manifest = resume.open_newest(found, trainer.world)

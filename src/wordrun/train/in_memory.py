@@ -82,7 +82,7 @@ class MemoryCheckpoints(BackgroundSaves):
     def __init__(self, cfg: Config, world: World) -> None:
         super().__init__(cfg.train, world)
         self.interval = cfg.train.memory_checkpoint_interval
-        secret, self._launch = dist.share((secrets.token_hex(16), secrets.token_hex(4)), world)
+        secret, self._launch = dist.broadcast((secrets.token_hex(16), secrets.token_hex(4)), world)
 
         def start() -> None:
             self.memory = NodeMemory(Path(cfg.run_dir).resolve())

@@ -90,7 +90,7 @@ class LanguageTask(Task):
         """
         if cfg.data.kind != "download":
             return cfg, None
-        banner = dist.share(locate(cfg.text).banner if world.rank == 0 else None, world)
+        banner = dist.broadcast(locate(cfg.text).banner if world.rank == 0 else None, world)
         if banner is None:
             return cfg, None
         parts = Path(cfg.run_dir).parts
@@ -177,7 +177,7 @@ class LanguageTask(Task):
         if not source.startswith("hf:"):
             return super().initial_weights(world)
         refuse_own_model(self.cfg.model)
-        folder = dist.share(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+        folder = dist.broadcast(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
         return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
@@ -187,7 +187,7 @@ class LanguageTask(Task):
 
     def validation_set(self, count: int | None) -> FixedSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
-        parts = [(len(part.val), part.share) for part in self.corpus.mix]
+        parts = [(len(part.val), part.fraction) for part in self.corpus.mix]
         model, val = self.cfg.text_model, self.corpus.val
         rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
         return FixedSet(

@@ -86,7 +86,7 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
     world, nodes = saves.world, saves.nodes
     # Not those of an earlier run in the same directory, or of an earlier launch that a later one did not continue.
     last = record.get("start"), record.get("resumed_from", {}).get("memory")
-    start, resumed = dist.share(last, world)
+    start, resumed = dist.broadcast(last, world)
     offers = gather_json(saves.memory.offers() if saves.acts else {}, world.device)
     known = {
         name: facts

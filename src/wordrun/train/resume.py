@@ -67,7 +67,7 @@ def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = N
         world: the ranks.
         in_memory: where to look for a checkpoint that is at least as new as those on disk; None: nowhere.
     """
-    run_dir, checkpoints = dist.share(candidates(cfg, restarted()) if world.rank == 0 else None, world)
+    run_dir, checkpoints = dist.broadcast(candidates(cfg, restarted()) if world.rank == 0 else None, world)
     newest, why = checkpoints[-1] if checkpoints else None, ""
     if in_memory is not None and run_dir is not None and continues(cfg, run_dir):
         record = read_json(run_dir / RECORD) if world.rank == 0 else {}

@@ -104,7 +104,7 @@ class Task:
             folder = find(Path(source)).folder if world.rank == 0 else None
         except ConfigError as error:
             raise ConfigError(f"train.init_from={source}: {error}") from None
-        saved = find(dist.share(folder, world), check=False)
+        saved = find(dist.broadcast(folder, world), check=False)
         theirs = {name: p.shape for name, p in saved.meta_model().weights()}
         ours = {name: p.shape for name, p in self.initial_model.weights()}
         different = [

@@ -107,6 +107,10 @@ class Source:
         """Return the work item for the complete source, or None if it has several documents."""
         return None
 
+    def beginning(self, item: WorkItem, characters: int) -> WorkItem:
+        """Return a work item with at least the first ``characters`` of ``item``, if that is less to read."""
+        return item
+
     def tokenizer(self, cfg: TokenizerConfig) -> Tokenizer | None:
         """Return the tokenizer, or None if it is built from the text."""
         return None if cfg.built_from else tokenizers.build(cfg)

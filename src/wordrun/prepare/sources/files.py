@@ -11,7 +11,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +91,13 @@ class FileSource(Source):
             return None
         part = _parts(paths[0], sys.maxsize, self.data)[0]
         return WorkItem(0, *part) if part[0] == "text" else None
+
+    def beginning(self, item: WorkItem, characters: int) -> WorkItem:
+        """Return the beginning of a part of a text; a character has at most four bytes."""
+        if item.kind != "text":
+            return item
+        start, stop = extent(item)
+        return replace(item, start=start, stop=min(stop, start + 4 * characters))
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
         """Yield the texts of ``item``."""
