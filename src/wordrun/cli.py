@@ -107,6 +107,6 @@ def _setup_sh() -> Path:
 
 def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
-    title = "wordrun trains language models, image classifiers and models of your own, on laptops and clusters."
+    title = "wordrun trains language models, image classifiers and models of your own."
     usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]; wordrun COMMAND --help"
     return "\n".join([title, usage, "", *lines, ""])
