@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import wordrun
 from memory_peak import peak
 from wordrun import dist
-from wordrun.backend.native import full, local
 from wordrun.backend.split import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.tensors import full, local
 from wordrun.config import AdamWConfig
 from wordrun.dist.mesh import blocks_of
 from wordrun.model import Transformer, materialize, meta_model

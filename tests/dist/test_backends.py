@@ -59,7 +59,7 @@ import torch
 import torch.distributed as td
 import wordrun
 from wordrun import checks, dist, kernels
-from wordrun.backend.native import full, local
+from wordrun.backend.tensors import full, local
 from wordrun.model import loss
 from wordrun.train import language, owners
 

@@ -23,7 +23,7 @@ from torch import nn
 import wordrun
 from wordrun.registry import part_of
 from wordrun import backend, dist
-from wordrun.backend.native import full
+from wordrun.backend.tensors import full
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import check
 from wordrun.model import Model

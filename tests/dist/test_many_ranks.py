@@ -53,7 +53,7 @@ from torch.distributed.pipelining import stage as pipeline
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import wordrun
 from wordrun import backend, compat
-from wordrun.backend.native import local
+from wordrun.backend.tensors import local
 from wordrun.backend.optimizer import tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards, sums

@@ -446,3 +446,56 @@ def test_metrics_need_the_results_of_the_forward_pass(own: Any, monkeypatch: pyt
         pytest.raises(UserError, match=r"Net.losses should call self\(...\)"),
     ):
         trainer.evaluate()
+
+
+class Normed(nn.Module):
+    """Blocks with statistics in buffers, and a layer that is not trained."""
+
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 16).requires_grad_(False)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2)])
+        self.head = nn.Linear(16, classes)
+        self.bad_at = -1
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(images.flatten(1))
+        if self.training and self.blocks[0][1].num_batches_tracked == self.bad_at:
+            self.bad_at, x = -1, x * float("nan")
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self(batch.inputs), batch.targets, reduction="none")
+
+
+def test_recomputation_leaves_statistics_as_they_are(own: Any) -> None:
+    found = {}
+    for kind in ("none", "selective", "full"):
+        cfg = own(Normed, f"train.activation_checkpointing={kind}", f"hydra.run.dir={kind}")
+        found[kind] = [line["val_loss"] for line in trained(cfg) if "val_loss" in line]
+        assert find(Path(kind)).weights()["blocks.1.1.num_batches_tracked"] == 6
+    assert found["selective"] == found["full"] == pytest.approx(found["none"], rel=1e-6)
+
+
+def test_a_skipped_step_leaves_statistics_as_they_were(own: Any) -> None:
+    cfg = own(Normed, "train.on_nonfinite=skip", "train.max_iters=4")
+    with wordrun.Trainer(cfg) as trainer:
+        model: Any = trainer.backend.parts[0]
+        model.bad_at = 2
+        trainer.train()
+        assert trainer.step == 4
+        assert all(buffer.isfinite().all() for buffer in model.buffers())
+        assert model.blocks[0][1].num_batches_tracked == 4
+
+
+def test_weights_that_are_not_trained_are_in_checkpoints(own: Any) -> None:
+    """Those of a run that began with others than the constructor's, too."""
+    trained(own(Normed, "train.max_iters=3", "hydra.run.dir=base", "train.seed=7"))
+    words = ["train.init_from=base", "train.checkpoint_interval=3"]
+    through = trained(own(Normed, *words, "hydra.run.dir=through"))
+    first = Path("through/checkpoints/step-00000003")
+    resumed = trained(own(Normed, f"train.resume={first}", "hydra.run.dir=branch", "train.checkpoint_interval=3"))
+    assert torch.equal(find(Path("through")).weights()["first.weight"], find(Path("base")).weights()["first.weight"])
+    assert resumed[-1]["val_loss"] == through[-1]["val_loss"]

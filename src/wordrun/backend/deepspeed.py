@@ -16,10 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from wordrun import compat_deepspeed, ds_config
 from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked
-from wordrun.backend.native import average
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.tensors import average
 from wordrun.backend.transforms import compile_options, prepare
 from wordrun.checkpoint.saved import ENGINE
 from wordrun.checks import accumulation

@@ -23,8 +23,9 @@ from wordrun.backend.base import BackendSpec, Fetch, StepResult
 from wordrun.backend.ddp import DDPBackend
 from wordrun.backend.few_bits import mean_in_bits
 from wordrun.backend.fsdp import FSDPBackend
-from wordrun.backend.native import NativeBackend, local
+from wordrun.backend.native import NativeBackend
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.tensors import local
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.config import DilocoConfig

@@ -83,10 +83,16 @@ class FSDPBackend(NativeBackend):
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate and reduce the gradients of ``loss``."""
-        with self.forward_context():
+        with self._loss_context():
             super().backward(loss)
 
     def forward_context(self) -> AbstractContextManager[None]:
+        """Return the context of forward passes; autocast only for losses that need it, as the weights have a dtype."""
+        if self.layout.tp == 1 and not all(part.computes_losses_in_fp32 for part in self.parts):
+            return super().forward_context()
+        return self._loss_context()
+
+    def _loss_context(self) -> AbstractContextManager[None]:
         """Return the context in which cross entropy accepts logits sharded by vocabulary."""
         return loss_parallel() if self.layout.tp > 1 else nullcontext()
 

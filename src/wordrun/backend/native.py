@@ -16,8 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked, require_shards
+from wordrun.backend.buffers import KeptBuffers
 from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.tensors import average, clip, full, local
 from wordrun.backend.transforms import compile_model, compile_options
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
@@ -60,6 +62,7 @@ class NativeBackend:
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.skips = spec.cfg.train.on_nonfinite == "skip"
+        self.adapts = bool(spec.cfg.lora_rank)
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
         self.clock: Stopwatch | None = None
@@ -74,6 +77,7 @@ class NativeBackend:
         """Take one optimizer step on ``batches``."""
         losses = []
         self.clock = clock
+        kept = KeptBuffers(self.parts) if self.skips else None
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
@@ -83,7 +87,7 @@ class NativeBackend:
             clock.lap("backward" if self.alone else "communication")
             losses.append(loss.detach())
         self.clock = None
-        return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock))
+        return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock, kept))
 
     def timer(self) -> AbstractContextManager[None]:
         """Return the context in which a collective is measured, if it is part of a training step."""
@@ -93,21 +97,25 @@ class NativeBackend:
         """Accumulate the gradients of ``loss``."""
         torch.autograd.backward(loss)
 
-    def update(self, learning_rate: float, clock: Stopwatch) -> Tensor:
-        """Clip the gradients, step the optimizer and return the gradient norm before clipping."""
+    def update(self, learning_rate: float, clock: Stopwatch, kept: KeptBuffers | None = None) -> Tensor:
+        """Clip the gradients, step the optimizer and return the gradient norm before clipping.
+
+        A step with non-finite gradients is skipped, and buffers become what they were, if they were ``kept``.
+        """
         self.complete_gradients()
         clock.lap("communication")
-        self._average_buffers()
-        for part in self.parts:
-            part.complete_step(self._add_up)
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
         for call in self.on_gradients:
             call()
-        if self.skips and not norm.isfinite():  # synchronizes with an accelerator at every step
+        if kept and not norm.isfinite():  # synchronizes with an accelerator at every step
             self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
+            kept.restore()
             return norm
+        self._average_buffers()
+        for part in self.parts:
+            part.complete_step(self._add_up)
         # Most steps need no clipping. Checking that is free on a CPU, but would synchronize an accelerator.
         if self.device.type != "cpu" or norm > self.grad_clip:
             clip(self.parameters, norm, self.grad_clip)
@@ -199,10 +207,13 @@ class NativeBackend:
             dist.all_reduce(tensor, group=group)
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
-        """Return this rank's shards of trained parameters and persistent buffers, by their names in a checkpoint."""
+        """Return this rank's shards of parameters and persistent buffers, by their names in a checkpoint.
+
+        Without those that LoRA has frozen, which are in the checkpoint of the base model.
+        """
         state: dict[str, Tensor] = {}
-        trained = [(name, p) for name, p in self.named_parameters(once=once) if p.requires_grad]
-        for name, tensor in [*trained, *self.buffers()]:
+        saved = [(name, p) for name, p in self.named_parameters(once=once) if p.requires_grad or not self.adapts]
+        for name, tensor in [*saved, *self.buffers()]:
             state.setdefault(f"model.{name}", tensor)
         return state
 
@@ -320,30 +331,3 @@ class NativeBackend:
 
     def close(self) -> None:
         """Release everything that uses the process group."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if compat.is_sharded(tensor) else tensor
-
-
-def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
-
-
-def average(tensors: Sequence[Tensor], group: Any = None) -> None:
-    """Replace ``tensors`` by their means over the ranks of ``group`` (None: all), in one all-reduce."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view_as(tensor))
-
-
-def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
-    """Scale down this rank's gradient shards if the ``norm`` of all gradients exceeds ``most``."""
-    shards = [local(p.grad) for p in parameters if p.grad is not None]
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    for device in {shard.device for shard in shards}:
-        compat.scale([shard for shard in shards if shard.device == device], factor.to(device))

@@ -14,9 +14,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Fetch, StepResult
+from wordrun.backend.buffers import KeptBuffers
 from wordrun.backend.fsdp import FSDPBackend
-from wordrun.backend.native import full, local
 from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.tensors import full, local
 from wordrun.checks import accumulation
 from wordrun.config import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import blocks_of, owner_of
@@ -71,6 +72,7 @@ class PipelineBackend(FSDPBackend):
         inputs, every, targets = self.parts[0].stage_inputs(batches)
         self.scale = 1.0 if batches[0].scale is None else batches[0].scale
         losses: list[Tensor] = []
+        kept = KeptBuffers(self.parts) if self.skips else None
         first = (inputs,) if self.parts[0].is_first else ()
         # The last stage computes the losses; the schedule wants a target, but does not use it.
         last = {"target": targets, "targets": targets, "losses": losses} if self.parts[-1].is_last else {}
@@ -79,7 +81,7 @@ class PipelineBackend(FSDPBackend):
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.pipeline_group, group_src=self.owners[-1])
         clock.lap("passes")
-        return StepResult(loss, self.update(learning_rate, clock))
+        return StepResult(loss, self.update(learning_rate, clock, kept))
 
     def complete_gradients(self) -> None:
         """Also average gradients over the pipeline's replicas, and sum those of the tied weight over its copies."""

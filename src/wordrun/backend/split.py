@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from wordrun import compat, compat_tensor
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import local
 from wordrun.backend.precision import TORCH_DTYPES
+from wordrun.backend.tensors import local
 from wordrun.backend.transforms import compile_options, prepare_block, prepare_rest
 from wordrun.config import FSDPConfig
 from wordrun.errors import ConfigError
@@ -79,7 +79,8 @@ class Splitter:
         model.tie()  # splitting untied the parameters
         prepare_rest(model, spec.cfg, options)
         if self.sharded:
-            self._shard(model, self.mesh)
+            # Autocast casts what needs it, and leaves the targets of a loss as they are.
+            self._shard(model, self.mesh, casts=model.computes_losses_in_fp32)
             self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
@@ -102,12 +103,12 @@ class Splitter:
         self._shard(experts, mesh, "expert_shard")
         compat.hide_hooks(experts)
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh, axis: str = "shard") -> None:
+    def _shard(self, module: nn.Module, mesh: DeviceMesh, axis: str = "shard", *, casts: bool = True) -> None:
         spec, options = self.spec, self.options
         mesh = mesh["replicate", axis] if spec.layout.replicate > 1 else mesh[axis]
         precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
         if spec.dtype != torch.float32:
-            precision = MixedPrecisionPolicy(spec.dtype, TORCH_DTYPES[options.reduce_dtype])
+            precision = MixedPrecisionPolicy(spec.dtype, TORCH_DTYPES[options.reduce_dtype], cast_forward_inputs=casts)
         if options.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
         reshard = options.reshard_after_forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from wordrun import compat
 from wordrun.backend import float8
+from wordrun.backend.buffers import unchanged_buffers
 from wordrun.backend.offload import offloaded
 from wordrun.config import Config, checkpointing_of
 from wordrun.dist.mesh import Layout
@@ -72,15 +75,35 @@ def prepare_block(block: Any, number: int, cfg: Config, options: Options = None)
     if cfg.train.float8 != "none":
         float8.convert(block, cfg.train.float8)
     kind = checkpointing_of(cfg.train.activation_checkpointing, number)
-    if kind == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    elif kind == "full":
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if kind in ("selective", "full"):
+        block.forward = partial(_recomputed, block, block.forward, selective=kind == "selective")
     if cfg.train.activation_offload:
         block.forward = offloaded(block.forward, block)
     if cfg.train.compile is True and cfg.train.compile_scope == "blocks":
         compile_module(block, options)  # per block: they are identical, so torch compiles only one
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, selective: bool, **kwargs: Any) -> Any:
+    """Return what ``forward`` of ``block`` returns, and compute its activations again in the backward pass."""
+    contexts: Callable[[], Any] | None = partial(create_selective_checkpoint_contexts, _keep_products)
+    contexts = contexts if selective else None
+    # Compiled code updates buffers once, and takes only torch's own contexts.
+    if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
+        contexts = partial(_with_buffers, block, contexts)
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _with_buffers(block: nn.Module, contexts: Callable[[], Any] | None) -> tuple[AbstractContextManager[Any], Any]:
+    """Return the contexts of the forward pass and of its recomputation, which leaves the buffers as they are."""
+    first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return first, _both(unchanged_buffers(block), second)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

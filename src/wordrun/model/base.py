@@ -75,6 +75,8 @@ class Model(nn.Module):
     """Whether persistent buffers of floating-point numbers depend on a rank's data, to be averaged after each step."""
     compiled_loss = False
     """Whether to compute the loss by a compiled function, if the model has one."""
+    computes_losses_in_fp32 = False
+    """Whether ``losses`` computes them in fp32 from outputs of any dtype, so that it needs no autocast."""
     chunked_loss: bool | None = None
     """Whether to turn logits into their gradients chunk by chunk, if the model can; None: if there are many."""
     uncompiled: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -39,10 +39,10 @@ class PlainModel(Model):
         """Copy the values that the constructor sets; see ``Model.initialize``."""
         if self._values is None:
             made = self._constructed(seed)
-            self._values = dict([*made.named_parameters(), *made.named_buffers()])
+            self._values = dict([*_named(made.named_parameters), *_named(made.named_buffers)])
         module = self if module is None else module  # an empty list of modules is false
         for tensors in (module.named_parameters, module.named_buffers):
-            for name, tensor in tensors(prefix.rstrip("."), recurse):
+            for name, tensor in _named(tensors, prefix.rstrip("."), recurse):
                 tensor.copy_(self._values[name])
         if module is self:  # which is initialized last
             self._values = None
@@ -67,6 +67,11 @@ class PlainModel(Model):
             for name in others:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+
+
+def _named(tensors: Callable[..., Iterable[tuple[str, Tensor]]], prefix: str = "", recurse: bool = True) -> Any:
+    """Return ``tensors`` by all their names: a shared one has several, and is filled under each."""
+    return tensors(prefix, recurse, remove_duplicate=False)
 
 
 def check_losses(model: Any) -> None:

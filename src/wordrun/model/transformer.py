@@ -42,6 +42,7 @@ class Transformer(Model):
     """
 
     uncompiled: tuple[str, ...] = ("feature_losses",)  # compiles its kernel itself
+    computes_losses_in_fp32 = True
     softcap = 0.0
     """Bound of the logits, approached smoothly; 0: none."""
     context: Context | None = None

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wordrun import bandwidth, compat_tensor, dist
-from wordrun.backend.native import full
 from wordrun.backend.precision import TORCH_DTYPES, fast_dtype
+from wordrun.backend.tensors import full
 from wordrun.checks import require_transformer
 from wordrun.composer import compose
 from wordrun.config import Config

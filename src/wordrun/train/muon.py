@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from wordrun import compat
-from wordrun.backend.native import local
 from wordrun.backend.optimizer import NamedParameters
+from wordrun.backend.tensors import local
 from wordrun.checkpoint.shards import grid_of
 from wordrun.config import MuonConfig
 from wordrun.model.base import Rows

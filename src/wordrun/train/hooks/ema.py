@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wordrun import compat
-from wordrun.backend.native import local
+from wordrun.backend.tensors import local
 from wordrun.checkpoint.saved import MODEL
 from wordrun.config import EMAConfig
 from wordrun.log import LOGGER

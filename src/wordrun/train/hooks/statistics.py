@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from wordrun import compat
-from wordrun.backend.native import local
+from wordrun.backend.tensors import local
 from wordrun.config import StatisticsConfig
 from wordrun.dist.collectives import gather_json
 from wordrun.train.training import Hook, Training, due, native
