@@ -123,6 +123,7 @@ PAGES = {
     "wordrun.config": "",
     "wordrun.data": "data.md#sources",
     "wordrun.data.examples": "tasks.md#your-own-model-data-and-metric",
+    "wordrun.data.examples.__getitem__": "tasks.md#batches-of-your-own",
     "wordrun.data.images": "tasks.md#images",
     "wordrun.data.loader": "data.md#loading",
     "wordrun.data.manifest": "data.md#preparing",

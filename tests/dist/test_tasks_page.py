@@ -18,15 +18,18 @@ pytestmark = pytest.mark.forked_programs
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 (LINE,) = re.findall(r"^launch -n 2 wordrun (model=line.*)$", PAGE, re.MULTILINE)
+(WEIGHTED,) = re.findall(r"^launch -n 2 wordrun (model=weighted_line.*)$", PAGE, re.MULTILINE)
 (DIGITS,) = re.findall(r"^launch -n 2 python -m wordrun (experiment=.*)$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
 def _page() -> None:
     """Make the page's project in the working directory."""
-    assert sorted(FILES) == ["line.py", "parts.py", "wordrun.yaml"]
+    assert sorted(FILES) == ["line.py", "parts.py", "weighted.py", "wordrun.yaml"]
     for name, text in FILES.items():
         Path(name).write_text(text)
+    with Path("parts.py").open("a") as file:
+        file.write("".join(re.findall(r"^wordrun.register.*weighted.*\n", PAGE, re.MULTILINE)))
 
 
 def evaluations(run: str) -> list[dict[str, float]]:
@@ -43,6 +46,19 @@ def test_the_pages_task_learns_on_any_number_of_ranks(ranks: Command) -> None:
     last, other = evaluations("run-1")[-1], evaluations("run-2")[-1]
     assert last["step"] == 300
     assert last["val_absolute_error"] < 0.1  # of about 1.8
+    assert other == pytest.approx(last, rel=1e-3, abs=1e-6)
+
+
+def test_the_pages_own_batches_train_on_any_number_of_ranks(ranks: Command) -> None:
+    words = [*WEIGHTED.split(), "tracker=jsonl", "train.device=cpu", "train.dtype=fp32", "train.global_batch_size=24"]
+    words += ["train.max_iters=80", "train.eval_interval=80", "optimizer.warmup_iters=5"]
+    for n in (1, 2):
+        sizes = [f"model.batch_size={24 // n}", f"hydra.run.dir=run-{n}"]
+        done = ranks(n, "-m", "wordrun", *words, *sizes, under="fork")
+        assert done.returncode == 0, done.stdout + done.stderr
+    last, other = evaluations("run-1")[-1], evaluations("run-2")[-1]
+    assert last["step"] == 80
+    assert last["val_loss"] < 0.1  # of about 3
     assert other == pytest.approx(last, rel=1e-3, abs=1e-6)
 
 

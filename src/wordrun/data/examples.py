@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -13,24 +13,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wordrun.data.draws import preserved, seed_all, watched
 from wordrun.data.fixed_set import deal
 from wordrun.data.order import Permutation
 from wordrun.data.tensor_batch import TensorBatch
 from wordrun.errors import ConfigError
 from wordrun.registry import Part
 
-Augment = Callable[[Tensor, np.random.Generator], Tensor]
-"""Returns a random variation of an input; the generator depends only on the seed and the example's index in the run."""
+Augment = Callable[[Any, np.random.Generator], Any]
+"""Returns a random variation of an input, or for batches of another class than ``Examples`` of a dict of the example's
+fields; the generator depends only on the seed and the example's index in the run."""
+Vary = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""Returns a variation of an example, given its row in the batch."""
+SINGULAR = {"inputs": "input", "targets": "target"}
+"""What messages call the fields of ``Examples``."""
 
 
 class Dataset(Protocol):
-    """A map-style dataset, as torch's: examples are pairs of an input and a target, all inputs of the same shape."""
+    """A map-style dataset, as torch's: examples are pairs of an input and a target, all inputs of the same shape.
+
+    Examples may have other fields, if ``Splits.batch`` names them.
+    """
 
     def __len__(self) -> int:
         """Return the number of examples."""
 
-    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+    def __getitem__(self, index: int, /) -> Any:
         """Return an example: tensors, arrays or numbers."""
+
+
+@dataclass(frozen=True)
+class Examples(TensorBatch):
+    """A batch of B pairs of an input and a target."""
+
+    inputs: Tensor
+    """(B, ...)"""
+    targets: Tensor
+    """(B, ...); for classes (B,) int64."""
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Return the batch with inputs in ``dtype``; the loss needs its targets as they are."""
+        return replace(self, inputs=self.inputs.to(dtype)) if self.inputs.is_floating_point() else self
 
 
 @dataclass(frozen=True)
@@ -44,26 +67,11 @@ class Splits:
     origin: str = ""
     """Origin of the data, for the log and run.json."""
     augment: Augment | None = None
-    """Applied to the inputs of training examples."""
+    """Applied to the inputs of training examples, or to training examples as dicts if ``batch`` is another class."""
     threads: int = 1
     """Threads that read examples at the same time."""
-
-
-@dataclass(frozen=True)
-class Examples(TensorBatch):
-    """A batch of B pairs of an input and a target."""
-
-    inputs: Tensor
-    """(B, ...)"""
-    targets: Tensor
-    """(B, ...); for classes (B,) int64."""
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def cast(self, dtype: torch.dtype) -> Self:
-        """Return the batch with inputs in ``dtype``; the loss needs its targets as they are."""
-        return replace(self, inputs=self.inputs.to(dtype)) if self.inputs.is_floating_point() else self
+    batch: type[TensorBatch] = Examples
+    """Class of the batches, a dataclass with a field for each value of an example."""
 
 
 class Reader:
@@ -75,55 +83,166 @@ class Reader:
         classes: number of classes, if the targets are classes.
         threads: threads that read examples at the same time.
         part: the part that has made the dataset, to be named if reading fails.
+        batch: class of the batches, a dataclass; its fields without a default are what an example consists of.
+
+    Raises:
+        ConfigError: the dataset cannot be read by index, is empty, or its examples do not fit ``batch``.
     """
 
+    first: tuple[Tensor, ...]
+    """Example 0."""
+    draws: bool
+    """Whether reading an example draws from the process's random generators, as reading example 0 did."""
+
     def __init__(
-        self, dataset: Dataset, what: str, classes: int | None = None, threads: int = 1, part: Part | None = None
-    ) -> None:
-        self.dataset, self.what, self.classes, self.part = dataset, what, classes, part
+        self, dataset: Dataset, what: str, classes: int | None = None, threads: int = 1, part: Part | None = None,
+        batch: type[TensorBatch] = Examples,
+    ) -> None:  # fmt: skip
+        self.dataset, self.what, self.classes, self.part, self.batch = dataset, what, classes, part, batch
+        self.fields = tuple(
+            each.name for each in fields(batch) if each.default is MISSING and each.default_factory is MISSING
+        )
+        self._target = self.fields.index("targets") if classes is not None and "targets" in self.fields else None
+        self._check_indexed()
         if not len(dataset):
             raise ConfigError(f"the {what} has no examples")
         self.pool = ThreadPoolExecutor(threads, "wordrun-examples") if threads > 1 else None
-        with self._blamed(0):
-            self.shapes = [(each.shape, each.dtype) for each in self[0]]
+        with self.blamed(0):
+            self.first, self.draws = watched(lambda: self[0])
+        self.shapes = [(each.shape, each.dtype) for each in self.first]
 
-    def _blamed(self, index: int) -> contextlib.AbstractContextManager[None]:
+    def _check_indexed(self) -> None:
+        missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(self.dataset), name)]
+        if isinstance(self.dataset, torch.utils.data.IterableDataset):  # inherits a __getitem__ that fails
+            missing = list(dict.fromkeys([*missing, "__getitem__"]))
+        if missing:
+            raise ConfigError(
+                f"the {self.what} is of class {type(self.dataset).__name__}, which has no {' and no '.join(missing)}: "
+                "a dataset needs __len__ and __getitem__(index), because a run reads its examples by index, in an "
+                "order of its own"
+            )
+
+    def blamed(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which exceptions name the data's part and example ``index``."""
         return self.part.blamed(f" on example {index} of the {self.what}") if self.part else contextlib.nullcontext()
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """Return the fields of an example, in the order of the batch's class."""
         example = self.dataset[index]
-        if not isinstance(example, tuple | list) or len(example) != 2:
-            found = f"{len(example)} values" if isinstance(example, tuple | list) else type(example).__name__
-            raise ConfigError(f"example {index} of the {self.what} should be an input and a target: it is {found}")
-        inputs, target = map(torch.as_tensor, example)
+        if isinstance(example, Mapping) and example.keys() == {*self.fields}:
+            example = [example[name] for name in self.fields]
+        if not isinstance(example, tuple | list) or len(example) != len(self.fields):
+            raise ConfigError(f"example {index} of the {self.what} {self._refusal(f'it is {_described(example)}')}")
+        try:
+            found = tuple(map(torch.as_tensor, example))
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"example {index} of the {self.what} {self._refusal(self._no_tensor(example))}") from None
+        if self._target is not None:
+            self._check_class(index, found[self._target])
+        return found
+
+    def _refusal(self, found: str) -> str:
+        """Return what an example should be, what it is instead, and the remedy."""
+        if self.batch is Examples:
+            return (
+                f"should be an input and a target: {found}; return (input, target), or name the fields of other "
+                "examples with Splits(batch=...)"
+            )
+        names = ", ".join(self.fields)
+        return (
+            f"should have what Splits(batch={self.batch.__name__}) has, {names}: {found}; return them in this order, "
+            "or a dict with these keys"
+        )
+
+    def _no_tensor(self, example: Sequence[Any]) -> str:
+        """Return which value of ``example`` is none that a tensor can be made of."""
+        for name, value in zip(self.fields, example, strict=True):
+            try:
+                torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                return f"its {SINGULAR.get(name, name)} is {_described(value)}, not a tensor, an array or a number"
+        raise AssertionError("each value is a tensor on its own")
+
+    def _check_class(self, index: int, target: Tensor) -> None:
         is_class = not (target.dim() or target.is_floating_point())
         if self.classes is not None and not (is_class and 0 <= target < self.classes):
             raise ConfigError(
                 f"example {index} of the {self.what} has the label {target.tolist()}, but there are {self.classes} "
                 f"classes (integers from 0 to {self.classes - 1}): correct the label, or the number of classes"
             )
-        return inputs, target
 
-    def empty(self, size: int, *, pinned: bool = False) -> Examples:
+    def empty(self, size: int, *, pinned: bool = False) -> Any:
         """Return an uninitialized batch of ``size`` examples."""
-        return Examples(*(torch.empty(size, *s, dtype=dtype, pin_memory=pinned) for s, dtype in self.shapes))
+        tensors = (torch.empty(size, *shape, dtype=dtype, pin_memory=pinned) for shape, dtype in self.shapes)
+        return self.batch(**dict(zip(self.fields, tensors, strict=True)))
 
-    def fill(self, batch: Examples, indices: NDArray[np.int64], vary: Callable[[int, Tensor], Tensor]) -> None:
-        """Overwrite ``batch`` with the examples at ``indices``; ``vary`` changes an input, given its row."""
+    def fill(
+        self, batch: Any, indices: NDArray[np.int64], vary: Vary | None = None, key: Callable[[int], str] | None = None
+    ) -> None:
+        """Overwrite ``batch`` with the examples at ``indices``.
+
+        Args:
+            batch: what ``empty`` returned.
+            indices: of the examples in the dataset.
+            vary: changes an example, given its row.
+            key: returns what the process's random generators are seeded with before a row is read; they are restored
+                at the end. No other thread may use them. None: reading does not use them.
+        """
+        rows = [getattr(batch, name) for name in self.fields]
 
         def read(row: int, index: int) -> None:
-            with self._blamed(index):
-                inputs, target = self[index]
-                for what, each, (shape, _) in zip(("an input", "a target"), (inputs, target), self.shapes, strict=True):
-                    if each.shape != shape:
-                        raise ConfigError(
-                            f"example {index} of the {self.what} has {what} of shape {list(each.shape)}, but the first "
-                            f"example's has shape {list(shape)}: all should have the same"
-                        )
-                batch.inputs[row], batch.targets[row] = vary(row, inputs), target
+            with self.blamed(index):
+                if key is not None:
+                    seed_all(key(row))
+                example = self[index]
+                for at, (each, (shape, dtype)) in enumerate(zip(example, self.shapes, strict=True)):
+                    if each.shape != shape or each.dtype != dtype:
+                        self._check_form(index, at, each)
+                if vary is not None:
+                    example = vary(row, example)
+                for tensor, each in zip(rows, example, strict=True):
+                    tensor[row] = each
 
-        # The list raises what a thread has raised.
-        list((self.pool.map if self.pool else map)(read, range(len(indices)), indices.tolist()))
+        with contextlib.nullcontext() if key is None else preserved():
+            # The list raises what a thread has raised.
+            list((self.pool.map if self.pool and key is None else map)(read, range(len(indices)), indices.tolist()))
+
+    def _check_form(self, index: int, at: int, found: Tensor) -> None:
+        """Raise a ConfigError if the example's value ``found`` of field ``at`` does not fit into a batch."""
+        name, (shape, dtype) = SINGULAR.get(self.fields[at], self.fields[at]), self.shapes[at]
+        if found.shape != shape:
+            article = "an" if name[0] in "aeiou" else "a"
+            raise ConfigError(
+                f"example {index} of the {self.what} has {article} {name} of shape {list(found.shape)}, but the first "
+                f"example's has shape {list(shape)}: all should have the same"
+            )
+        if _loses(found.dtype, dtype):
+            theirs, first = (str(each).removeprefix("torch.") for each in (found.dtype, dtype))
+            such = "float(y)" if name == "target" and not found.dim() and found.is_floating_point() else theirs
+            article = "an" if theirs[0] in "aeiou" else "a"
+            raise ConfigError(
+                f"example {index} of the {self.what} has {article} {theirs} {name}, but the first example's is "
+                f"{first}: return the same type for all, such as {such}"
+            )
+
+
+def _described(value: Any) -> str:
+    """Return what ``value`` is, for a message."""
+    if isinstance(value, tuple | list):
+        return f"{len(value)} values"
+    if isinstance(value, Mapping):
+        return f"a dict with {', '.join(map(str, value))}" if value else "an empty dict"
+    return "None" if value is None else type(value).__name__
+
+
+def _loses(found: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether ``dtype`` cannot hold all values of the type ``found``, apart from their rounding to fp32."""
+    if (found.is_floating_point and dtype == torch.float32) or (found.is_complex and dtype == torch.complex64):
+        return False
+    try:
+        return torch.promote_types(found, dtype) != dtype
+    except RuntimeError:  # rare types, such as uint16, have no common one
+        return True
 
 
 class ExampleOrder:
@@ -137,7 +256,16 @@ class ExampleOrder:
     def __init__(self, reader: Reader, seed: int, augment: Augment | None = None) -> None:
         self.reader, self.seed, self.augment = reader, seed, augment
         self.per_epoch = len(reader.dataset)
+        self.augment_draws = False
+        if augment is not None:
+            with reader.blamed(0):
+                _, self.augment_draws = watched(lambda: self._varied(0, reader.first))
         self._epoch: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+
+    @property
+    def draws(self) -> bool:
+        """Whether the examples draw from the process's random generators, so that no other thread may read them."""
+        return self.reader.draws or self.augment_draws
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the indices in the dataset of the run's ``count`` examples from index ``first`` on."""
@@ -152,21 +280,28 @@ class ExampleOrder:
             first, count = first + len(found[-1]), count - len(found[-1])
         return np.concatenate(found)
 
-    def empty(self, size: int, *, pinned: bool = False) -> Examples:
+    def empty(self, size: int, *, pinned: bool = False) -> Any:
         """Return an uninitialized batch of ``size`` examples."""
         return self.reader.empty(size, pinned=pinned)
 
-    def fill(self, first: int, batch: Examples) -> None:
+    def fill(self, first: int, batch: Any) -> None:
         """Overwrite ``batch`` with the run's examples starting at index ``first``."""
+        vary: Vary | None = None
+        if self.augment is not None:
+            vary = lambda row, example: self._varied(first + row, example)  # noqa: E731
+        key = (lambda row: f"{self.seed}/{first + row}") if self.draws else None
+        self.reader.fill(batch, self.indices(first, len(batch)), vary, key)
 
-        def vary(row: int, inputs: Tensor) -> Tensor:
-            if self.augment is None:
-                return inputs
-            # Counter-based: the same for any number of ranks, and after a resume.
-            key = np.array([self.seed, first + row], dtype=np.uint64)
-            return self.augment(inputs, np.random.Generator(np.random.Philox(key=key)))
-
-        self.reader.fill(batch, self.indices(first, len(batch)), vary)
+    def _varied(self, index: int, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the run's example ``index`` after ``augment``."""
+        assert self.augment is not None
+        # Counter-based: the same for any number of ranks, and after a resume.
+        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
+        if self.reader.batch is Examples:
+            inputs, targets = example
+            return self.augment(inputs, rng), targets
+        varied = self.augment(dict(zip(self.reader.fields, example, strict=True)), rng)
+        return tuple(varied[name] for name in self.reader.fields)
 
 
 class FixedExamples:
@@ -182,9 +317,11 @@ class FixedExamples:
     def __len__(self) -> int:
         return len(self.indices) // self.batch_size
 
-    def __getitem__(self, i: int) -> tuple[Examples, Tensor]:
+    def __getitem__(self, i: int) -> tuple[Any, Tensor]:
         """Return this rank's i-th batch and the weight of each of its examples: 1, or 0 for padding."""
         part = slice(i * self.batch_size, (i + 1) * self.batch_size)
-        batch = self.reader.empty(self.batch_size)
-        self.reader.fill(batch, self.indices[part], lambda row, inputs: inputs)
+        batch, indices = self.reader.empty(self.batch_size), self.indices[part]
+        # The same in every evaluation and on any number of ranks.
+        key = (lambda row: f"validation/{indices[row]}") if self.reader.draws else None
+        self.reader.fill(batch, indices, key=key)
         return batch, torch.from_numpy(self.weights[part])

@@ -13,6 +13,10 @@ from torch import Tensor
 class TensorBatch:
     """A batch of B examples, whose fields are tensors or facts about them; a task's own batches derive from it."""
 
+    def __len__(self) -> int:
+        """Return B."""
+        return len(next(iter(self.tensors().values())))
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are tensors."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 
 from wordrun import dist
 from wordrun.config import Config
-from wordrun.data.examples import ExampleOrder, Examples, FixedExamples, Reader, Splits
+from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
 from wordrun.data.loader import Loader
+from wordrun.data.tensor_batch import TensorBatch
 from wordrun.dist.mesh import Layout
 from wordrun.errors import UserError
 from wordrun.log import LOGGER
@@ -26,6 +28,9 @@ class ExamplesTask(Task):
         UserError: the data are missing, damaged, or not of the classes that they declare.
     """
 
+    order: ExampleOrder
+    """The training examples."""
+
     def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
         super().__init__(cfg, world, layout, banner)
         self.data, part = open_in_turn(cfg, world), part_of("data", cfg.data)
@@ -34,18 +39,18 @@ class ExamplesTask(Task):
         self.meta_model: Model = self.make_model()
         classes = self.arguments.get("classes")
         self.train, self.val = (
-            Reader(dataset, f"{split} split of data={cfg.data.name}", classes, self.data.threads, part)
+            Reader(dataset, f"{split} split of data={cfg.data.name}", classes, self.data.threads, part, self.data.batch)
             for split, dataset in (("training", self.data.train), ("validation", self.data.val))
         )
-        one = self.train.empty(1)
-        one = Examples(one.inputs.to("meta"), one.targets.to("meta"))
-        self.flops_per_example = flops_of(self.make_model(), one)
+        self.order = ExampleOrder(self.train, cfg.train.seed, self.data.augment)
+        self.flops_per_example = flops_of(self.make_model(), self.train.empty(1).to(torch.device("meta")))
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
         cfg = self.cfg
-        order = ExampleOrder(self.train, cfg.train.seed, self.data.augment)
-        return Loader(order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, cfg.data.prefetch)
+        # Examples that draw from the process's random generators are not read beside the steps, which draw from them.
+        prefetch = 0 if self.order.draws else cfg.data.prefetch
+        return Loader(self.order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
     def validation_set(self, count: int | None) -> FixedExamples:
         """Return this rank's share of ``count`` validation examples (None: all)."""
@@ -73,6 +78,15 @@ class ExamplesTask(Task):
             self.cfg.data.name, f"{self.data.origin}; " * bool(self.data.origin), f"{train:,}", f"{val:,}",
             examples / train,
         )  # fmt: skip
+        if self.order.draws and (self.cfg.data.prefetch or self.data.threads > 1):
+            who, remedy = "reading an example", "to read ahead, draw in Splits(augment=...), which gets a generator"
+            if not self.train.draws:
+                who, remedy = "augment", "to read ahead, draw from the generator that it gets"
+            LOGGER.warning(
+                "data %s: %s draws from the process's random generators; so that the run can be repeated and resumed "
+                "exactly, each example is read with a seed of its own, between the steps and in one thread; %s",
+                self.cfg.data.name, who, remedy,
+            )  # fmt: skip
 
 
 def open_in_turn(cfg: Config, world: dist.World) -> Splits:
@@ -91,6 +105,11 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
             found = part.build(cfg.data)
             if not isinstance(found, Splits):
                 raise UserError(f"{part} should return wordrun.data.examples.Splits, not {type(found).__name__}")
+            if not issubclass(found.batch, TensorBatch) or not fields(found.batch):
+                raise UserError(
+                    f"{part}: Splits(batch={found.batch.__name__}) should be a dataclass derived from "
+                    "wordrun.data.tensor_batch.TensorBatch, with a field for each value of an example"
+                )
         dist.broadcast(None, world)
     assert found is not None
     return found
