@@ -335,6 +335,7 @@ def test_the_best_checkpoint_and_early_stopping_follow_any_metric(own: Config) -
     assert list(errors) == [1, 2, 3, 4, 5]  # it falls from the first evaluation on
     record = json.loads(Path("run/run.json").read_text())
     assert (record["best_metric"], record["best_value"], record["best_step"]) == ("val_absolute_error", errors[1], 1)
+    assert record["best_mode"] == "max"
     assert record["best_val_loss"] == min(line["val_loss"] for line in lines() if "val_loss" in line)
     assert os.readlink("run/checkpoints/best") == "step-00000001"
     assert f"best val_absolute_error {errors[1]:.4f}" in Path("run/log.txt").read_text()

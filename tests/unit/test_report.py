@@ -171,6 +171,32 @@ def test_a_comparison_lists_what_differs(tmp_path: Path, capsys: pytest.CaptureF
     assert [path.name for path in runs_in(f"{tmp_path}/outputs/*")] == ["a", "b", "c"]
 
 
+def with_metric(run: Path, *values: float, metric: str = "val_accuracy") -> Path:
+    """Append evaluations that report ``metric``, of which higher values are better, to a run that is compared by it."""
+    for number, value in enumerate(values):
+        line = {"step": 10 * number + 10, "val_loss": 3.0, "val_perplexity": 20.0, metric: value}
+        append(run / "metrics.jsonl", json.dumps(line) + "\n")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "best_metric": metric, "best_mode": "max"}))
+    return run
+
+
+def test_a_comparison_shows_own_metrics(tmp_path: Path) -> None:
+    plain, first = make_run(tmp_path / "plain"), with_metric(make_run(tmp_path / "a", lr=2e-3), 0.125, 0.75, 0.5)
+    ended = with_metric(make_run(tmp_path / "b", best_value=0.875, end="now"), 0.25)
+    names = [f"val_m{number}" for number in range(9)]
+    append(ended / "metrics.jsonl", json.dumps({"step": 20, "val_loss": 3.0, **dict.fromkeys(names, 1.0)}) + "\n")
+    text = Page(page.compare([plain, first, ended], tmp_path / "all.html")).text
+    table = text[text.index("Runs") : text.index("Curves")]
+    assert "val_accuracybest val_accuracyval_m0val_m1" in table
+    assert "a" + "finished20" + "0.50.75" in table  # the last value, and the best
+    assert "b" + "finished20" + "0.250.875" in table
+    assert "val_accuracy" in text[text.index("Curves") :]
+    assert "val_m6" in table
+    assert "val_m7" not in table  # enough
+    assert "val_perplexity" not in text
+
+
 def test_a_page_of_many_lines_stays_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", lines=30_000)
     file = page.write(run)
@@ -282,6 +308,20 @@ def test_ls_shows_states_and_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert load(killed).state() == "running"
         process.communicate(b"\n")
     assert not in_use(killed)
+
+
+def test_ls_shows_the_best_value_of_the_metric_that_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = tmp_path / "outputs"
+    make_run(outputs / "plain")
+    with_metric(make_run(outputs / "a", reason="running"), 0.125, 0.75, 0.5)
+    with_metric(make_run(outputs / "b", end="now", best_value=0.875), 0.25)
+    assert ls.main([str(outputs)]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    rows = {words[0]: words for line in lines if (words := line.split())}
+    assert "val_loss  best val_accuracy" in header
+    assert rows["a"][4:6] == ["3.0000", "0.7500"]  # so far
+    assert rows["b"][4:6] == ["3.0000", "0.8750"]
+    assert rows["plain"][4:6] == ["3.1000", "100"]
 
 
 def test_tail_follows_until_the_run_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

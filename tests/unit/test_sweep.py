@@ -59,6 +59,16 @@ def sweep(command: list[str], *values: str, **options: Any) -> int:
     return grid.launch(Path("s"), command, LauncherOptions(**options), batch, lambda words, number: str(number))
 
 
+def test_the_table_shows_the_metric_that_counts(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    text = POINT.replace('"val_loss": float(words["x"])', '"val_loss": 5, "val_hits": float(words["x"])')
+    text = text.replace('"exit_reason"', '"best_metric": "val_hits", "best_mode": "max", "exit_reason"')
+    Path(command[1]).write_text(text)
+    assert sweep(command, "1", "2") == 0
+    out = capfd.readouterr().out
+    assert "best val_hits 1.0000" in out
+    assert "best val_hits  overrides" in out
+
+
 def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

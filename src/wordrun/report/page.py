@@ -30,6 +30,10 @@ SPLIT = {
 }  # fmt: skip
 """The parts of a step's time that are stacked, where a run has them."""
 MEMORY = {"memory": "in use", "memory_peak": "peak"}
+LOSSES = ("val_loss", "val_perplexity")
+"""What evaluations of text always report, in one figure."""
+MOST_METRICS = 8
+"""Metrics of evaluations besides the loss that a comparison shows."""
 NOISY = ("Throughput", "Model FLOPs utilization", "Gradient norm", "Slowest rank behind the median")
 """Figures with a smoothed curve."""
 RESULTS = {
@@ -99,21 +103,24 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
     # An option that some runs lack, such as one of another model, follows from the choice that is in the table.
     names = set.intersection(*(set(each) for each in options)) - set(facts.NOT_COMPARED)
     differing = sorted(name for name in names if len({repr(each[name]) for each in options}) > 1)
-    results = [name for name in RESULTS if any(record.facts.get(name) is not None for record in records)]
+    metrics = _metrics(records, everything)
+    figures = [_results(record, each, metrics) for record, each in zip(records, everything, strict=True)]
+    results = [name for name in figures[0] if any(each[name] for each in figures)]
     drawn = [index for index, each in enumerate(everything) if each.training.rows][:MOST_CURVES]
     notes = [f"Only the first {MOST_CURVES} runs are drawn."] if len(drawn) == MOST_CURVES < len(records) else []
     axes = titles(everything)
     page = _render(
         title=f"{len(records)} runs", subtitle=os.path.commonpath([record.path for record in records]), state="",
-        notes=notes, summary={}, axes=axes, panels=_compared({index: everything[index] for index in drawn}, axes),
+        notes=notes, summary={}, axes=axes,
+        panels=_compared({index: everything[index] for index in drawn}, axes, metrics),
         runs={
-            "differing": differing, "results": [RESULTS[name] for name in results],
+            "differing": differing, "results": results,
             "rows": [
                 {
                     "name": record.path.name, "path": record.path, "state": record.state(),
                     "color": _color(index) if index in drawn else None,
                     "options": [each[name] for name in differing],
-                    "results": [_result(name, record.facts.get(name)) for name in results],
+                    "results": [figures[index][name] for name in results],
                     "speed": _speed(everything[index]),
                 }
                 for index, (record, each) in enumerate(zip(records, options, strict=True))
@@ -165,6 +172,25 @@ def _result(name: str, value: Any) -> str:
     return _count(value) if name in COUNTS else facts.duration(value) if name == "seconds" else text(value)
 
 
+def _results(record: RunRecord, found: Metrics, metrics: Sequence[str]) -> dict[str, str]:
+    """Return the cells of a comparison by the titles of their columns: empty where the run has no such value."""
+    values = {title: _result(name, record.facts.get(name)) for name, title in RESULTS.items()}
+    best = record.best_value() if record.best_metric in metrics else None
+    for metric in metrics:
+        last = found.evaluation.last(metric)
+        values[metric] = "" if last is None else text(last)
+        values[f"best {metric}"] = "" if best is None or metric != record.best_metric else text(best)
+    return values
+
+
+def _metrics(records: Sequence[RunRecord], everything: Sequence[Metrics]) -> list[str]:
+    """Return what the runs' evaluations report besides the loss, what checkpoints are compared by first."""
+    reported = dict.fromkeys(name for each in everything for name in each.evaluation.columns)
+    names = dict.fromkeys([*(record.best_metric for record in records), *reported])
+    # The perplexity of text says the same as the loss.
+    return [name for name in names if name in reported and name not in ("step", *LOSSES)][:MOST_METRICS]
+
+
 def _speed(metrics: Metrics) -> str:
     name, unit = _rate(metrics)
     value = metrics.training.last(name)
@@ -212,7 +238,7 @@ def _panels(metrics: Metrics, axes: dict[str, str], resumed: Sequence[float]) ->
 
     add("Loss", loss)
     for name in evaluation.columns:
-        if name not in ("step", "val_loss", "val_perplexity"):
+        if name not in ("step", *LOSSES):
             add(name, lines({name: ""}, name, evaluation))
     for kind, labels in _kinds(metrics.other.columns).items():
         add(kind, lines(labels, kind, metrics.other))
@@ -254,11 +280,11 @@ def _kinds(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {kind: found if len(found) <= len(COLORS) else dict.fromkeys(found, "") for kind, found in kinds.items()}
 
 
-def _compared(chosen: dict[int, Metrics], axes: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the figures of several runs over each other."""
+def _compared(chosen: dict[int, Metrics], axes: dict[str, str], more: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the figures of several runs over each other; ``more`` are metrics of evaluations besides the loss."""
     panels, canvas = [], Canvas()
-    for title, name in (("Validation loss", "val_loss"), ("Training loss", "loss"), ("Throughput", "tps"),
-                        ("Throughput", "sps"), ("Gradient norm", "grad_norm")):  # fmt: skip
+    for title, name in (("Validation loss", "val_loss"), ("Training loss", "loss"), *((each, each) for each in more),
+                        ("Throughput", "tps"), ("Throughput", "sps"), ("Gradient norm", "grad_norm")):  # fmt: skip
         if name == "sps" and any("tps" in metrics.training for metrics in chosen.values()):
             continue
         figures: dict[str, Figure] = {}
@@ -271,8 +297,7 @@ def _compared(chosen: dict[int, Metrics], axes: dict[str, str]) -> list[dict[str
             ]
             if curves:
                 label = {"tps": "tokens/s", "sps": "examples/s"}.get(name, title.lower())
-                is_loss = name in ("val_loss", "loss")
-                figures[axis] = Figure(curves, label, x_label, from_zero=not is_loss)
+                figures[axis] = Figure(curves, label, x_label, from_zero=name in ("tps", "sps", "grad_norm"))
         if figures:
             panels.append(_panel(title, figures, canvas))
     return panels

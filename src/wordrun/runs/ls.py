@@ -63,15 +63,17 @@ def show(options: LsConfig) -> None:
     records = sorted((load(path) for path in find(folder)), key=lambda record: record.written)
     if not records:
         raise ConfigError(f"there are no runs below {folder.absolute()}; wordrun ls DIR searches another folder")
+    shown = records[-options.last :]
+    metrics = list(dict.fromkeys(record.best_metric for record in shown if record.best_metric != "val_loss"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state")
-    for name in ("step", "loss", "val_loss", "speed", "written"):
+    for name in ("step", "loss", "val_loss", *(f"best {metric}" for metric in metrics), "speed", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("hosts", overflow="ellipsis", no_wrap=True)
-    for record in records[-options.last :]:
+    for record in shown:
         state = record.state()
-        cells = row(record)
+        cells = row(record, metrics)
         name = str(record.path.relative_to(folder.resolve()))
         table.add_row(Text(name), Text(state, style=STYLES.get(state, "")), *map(Text, cells))
     console().print(table)
@@ -79,16 +81,20 @@ def show(options: LsConfig) -> None:
         print(f"{len(records) - options.last} older runs not shown (last={len(records)} shows all)")
 
 
-def row(record: RunRecord) -> list[str]:
-    """Return a run's step, loss, validation loss, speed, age and hosts, for people to read."""
+def row(record: RunRecord, metrics: Sequence[str] = ()) -> list[str]:
+    """Return a run's step, loss, validation loss, speed, age and hosts, for people to read.
+
+    After the losses follows, for each of ``metrics`` that is the run's train.best_metric, its best value.
+    """
     training, evaluation = last_lines(record.path / "metrics.jsonl")
     step = max(int(line.get("step") or 0) for line in (training, evaluation, {"step": record.facts.get("steps")}))
     rate = next((f"{_number(training[name])} {unit}" for name, unit in RATES if training.get(name)), "")
     hosts = record.hosts
     where = hosts[0] + (f" +{len(hosts) - 1}" if len(hosts) > 1 else "") if hosts else ""
     val_loss = evaluation.get("val_loss", record.facts.get("val_loss"))
-    losses = [f"{value:.4f}" if isinstance(value, float) else "" for value in (training.get("loss"), val_loss)]
-    return [str(step), *losses, rate, f"{age(time.time() - record.written)} ago", where]
+    best = [record.best_value() if metric == record.best_metric else None for metric in metrics]
+    values = [f"{value:.4f}" if isinstance(value, float) else "" for value in (training.get("loss"), val_loss, *best)]
+    return [str(step), *values, rate, f"{age(time.time() - record.written)} ago", where]
 
 
 RATES = (("tps", "tok/s"), ("sps", "ex/s"))

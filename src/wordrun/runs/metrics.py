@@ -101,6 +101,15 @@ def read(run_dir: Path) -> Metrics:
     return metrics
 
 
+def evaluations(run_dir: Path, metric: str) -> list[tuple[int, float]]:
+    """Return the steps and the finite values of ``metric`` in a run's evaluations so far."""
+    table = read(run_dir).evaluation
+    if metric not in table:
+        return []
+    pairs = zip(table["step"], table[metric], strict=True)
+    return [(int(step), value) for step, value in pairs if math.isfinite(value)]
+
+
 def _interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
     """Return the value at ``at``; ``known`` increases. Before the first known point the line through 0 is taken."""
     if not known:

@@ -13,6 +13,7 @@ from typing import Any
 
 from wordrun.errors import ConfigError
 from wordrun.files import DIED, in_use, no_run_yet
+from wordrun.runs.metrics import evaluations
 
 RECORD = "run.json"
 NO_REASON = ("", "running", DIED)
@@ -41,6 +42,24 @@ class RunRecord:
         """When it last wrote to its metrics, log or record, in seconds since the epoch."""
         names = (RECORD, "metrics.jsonl", "log.txt")
         return max((stat.st_mtime for name in names if (stat := _stat(self.path / name))), default=0.0)
+
+    @property
+    def best_metric(self) -> str:
+        """The run's train.best_metric, by which its evaluations are compared."""
+        return str(self.facts.get("best_metric") or "val_loss")
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether higher values of ``best_metric`` are better."""
+        return self.facts.get("best_mode") == "max"
+
+    def best_value(self) -> float | None:
+        """Return the best value of ``best_metric`` so far, while the run is running from metrics.jsonl; None: none."""
+        recorded = self.facts.get("best_value")
+        if isinstance(recorded, int | float) or "end" in self.facts:
+            return recorded
+        values = [value for _, value in evaluations(self.path, self.best_metric)]
+        return (max if self.higher_is_better else min)(values, default=None)
 
     def state(self) -> str:
         """Return the state of the run: running, finished, stopped, failed, died, or silent.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,11 +50,7 @@ class Point:
 
     def evaluations(self, metric: str) -> list[tuple[int, float]]:
         """Return the steps and finite values of ``metric`` so far."""
-        table = metrics.read(self.dir).evaluation
-        if metric not in table:
-            return []
-        pairs = zip(table["step"], table[metric], strict=True)
-        return [(int(step), value) for step, value in pairs if math.isfinite(value)]
+        return metrics.evaluations(self.dir, metric)
 
     def reason(self) -> str:
         """Return why it failed: the run's own reason, or the last line of its log."""

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wordrun.log import console
+from wordrun.runs.record import RECORD, load
 from wordrun.sweep.folder import Point, Sweep
 from wordrun.sweep.pool import Ended, Pool
 
@@ -23,10 +24,14 @@ class LiveTable:
     """What is shown while a sweep runs; used as a context manager."""
 
     def __init__(
-        self, sweep: Sweep, pool: Pool, metric: str = "val_loss", *, higher: bool = False, keys: Collection[str] = ()
+        self, sweep: Sweep, pool: Pool, metric: str = "", *, higher: bool = False, keys: Collection[str] = ()
     ) -> None:
-        """Show ``metric``, and of the overrides those of ``keys``, or those that not all points share."""
-        self.sweep, self.pool, self.metric, self.higher, self.keys = sweep, pool, metric, higher, keys
+        """Show the best ``metric``, and of the overrides those of ``keys``, or those that not all points share.
+
+        Without a ``metric``, it is the points' train.best_metric, as soon as one of them has recorded it.
+        """
+        self.sweep, self.pool, self.keys = sweep, pool, keys
+        self._metric = (metric, higher) if metric else None
         self.states: dict[int, str] = {}
         self.seconds: dict[int, float] = {}
         self._varied: dict[int, tuple[str, ...]] = {}
@@ -75,10 +80,19 @@ class LiveTable:
             self._varied = dict(zip(numbers, self.sweep.varied(), strict=True))
         return self._varied[point.number]
 
+    def metric(self) -> tuple[str, bool]:
+        """Return the metric that is shown, and whether higher values are better."""
+        begun = (point for point in self.sweep.points if (point.dir / RECORD).exists()) if self._metric is None else ()
+        if (point := next(iter(begun), None)) is not None:
+            record = load(point.dir)
+            self._metric = record.best_metric, record.higher_is_better
+        return self._metric or ("val_loss", False)
+
     def value(self, point: Point) -> str:
         """Return the point's best value, for people to read."""
-        best = point.best(self.metric, higher=self.higher)
-        return "" if best is None else f"best {self.metric} {best:.4f}"
+        metric, higher = self.metric()
+        best = point.best(metric, higher=higher)
+        return "" if best is None else f"best {metric} {best:.4f}"
 
     def draw(self) -> None:
         """Bring the table up to date, once per second."""
@@ -93,7 +107,8 @@ class LiveTable:
         left_out = len(self.sweep.points) - len(points)
         more = f"{left_out} more points" if left_out else None
         table = Table(box=None, pad_edge=False, header_style="bold", caption=more)
-        for name in ("point", "state", "time", f"best {self.metric}", "overrides"):
+        metric, higher = self.metric()
+        for name in ("point", "state", "time", f"best {metric}", "overrides"):
             table.add_column(name, overflow="fold", justify="left" if name in ("state", "overrides") else "right")
         for point in sorted(points, key=lambda point: point.number):
             state = self.states.get(point.number, "waiting")
@@ -101,7 +116,7 @@ class LiveTable:
             if point.number in begun:
                 seconds = time.monotonic() - begun[point.number]
             clock = "" if seconds is None else str(timedelta(seconds=round(seconds)))
-            best = None if state == "waiting" else point.best(self.metric, higher=self.higher)
+            best = None if state == "waiting" else point.best(metric, higher=higher)
             table.add_row(
                 str(point.number), Text(state, style=STYLES.get(state, "")), clock,
                 "" if best is None else f"{best:.4f}", Text(" ".join(self.varied(point))),

@@ -32,6 +32,7 @@ from wordrun.track.plots import draw
 from wordrun.train.memory_resume import InMemory
 from wordrun.train.provenance import git_commit, versions
 from wordrun.train.recoveries import Recoveries
+from wordrun.validation import higher_is_better
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
@@ -111,7 +112,7 @@ class Run:
         _point_latest_at(self.path)
         self.record = {
             "versions": versions(), "git_commit": git_commit(), "start": now(), "world": asdict(self.world),
-            **facts, "exit_reason": "running",
+            **facts, **_compared_by(self.cfg), "exit_reason": "running",
         }  # fmt: skip
         if start.source is not None:
             # Starting a branch again, with the same train.resume, continues it.
@@ -246,6 +247,12 @@ def note_failure(run_dir: Path, rank: int, step: int, report: str) -> Path | Non
     except OSError:
         return None
     return file
+
+
+def _compared_by(cfg: Config) -> dict[str, str]:
+    """Return by which metric the run's evaluations are compared, and whether min or max is best."""
+    metric = cfg.train.best_metric
+    return {"best_metric": metric, "best_mode": "max" if higher_is_better(metric, cfg.train.best_mode) else "min"}
 
 
 def _number(name: str, value: Any) -> int | float | None:
