@@ -163,6 +163,7 @@ def test_what_this_process_sees(plan: LaunchPlan, tmp_path: Path) -> None:
     by_check = {finding.check: finding for finding in findings}
     assert by_check["variables"].state == "warning"
     assert "unset PMI_RANK" in by_check["variables"].remedy
+    assert doctor.of_machine(plan, {"PALS_PMI": "pmix"})[2].state == "ok"  # an option, which users export
     assert by_check["TMPDIR"].state == "wrong"
     assert by_check["run directory"].state == "ok"
     long = tmp_path / ("x" * 80)

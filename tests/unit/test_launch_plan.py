@@ -196,10 +196,11 @@ def test_stale_variables_are_removed() -> None:
     stale = [
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
         "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "PMIX_RANK", "PALS_RANKID",
-        "PALS_LOCAL_SIZE", "PALS_NRANKS", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT",
+        "PALS_LOCAL_SIZE", "PALS_HOSTLIST", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT",
         "WORDRUN_LAUNCH_ID", "WORDRUN_STATUS_DIR",
     ]  # fmt: skip
     kept = ["WORDRUN_DATA_HOME", "WANDB_API_KEY", "OMP_NUM_THREADS", "RANKING", "SLURM_JOB_ID", "OMPI_MCA_btl"]
+    kept += ["PALS_PMI", "PALS_TRANSFER", "PALS_CPU_BIND", "PALS_NRANKS"]  # options of its mpiexec
     assert all(is_stale(name) for name in stale)
     assert not any(is_stale(name) for name in kept)
     env = dict.fromkeys([*stale, *kept], "outer")

@@ -154,8 +154,9 @@ def test_parts_of_a_polaris_job(cluster: Cluster, asked: dict[str, Any], expecte
 
 
 def test_aurora(cluster: Cluster) -> None:
-    env = cluster.pbs("aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov", AURORA)
+    env = cluster.pbs("aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov", AURORA, PALS_PMI="pmix")
     plan = cluster.plan(env, "x4114c1s7b0n0", "pals", cores=208)
+    assert plan.environment(env)["PALS_PMI"] == "pmix"  # an option of mpiexec that its users export
     assert words(plan) == (
         f"pals --envall --line-buffer -n 24 --ppn 12 --hostfile {cluster.nodefile} --cpu-bind list:{ONE_DEVICE_EACH}"
     )

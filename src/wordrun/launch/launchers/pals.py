@@ -19,13 +19,11 @@ class PALS(Launcher):
     file_names = ("/pals/",)
     version_texts = ("PALS",)
     remedy = "module load cray-pals"
+    # Most other PALS_ variables, such as PALS_PMI, are options of its mpiexec that users and sites export.
     stale = (
         "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
-        # Options of PALS's mpiexec.
-        "PALS_NRANKS", "PALS_PPN", "PALS_DEPTH", "PALS_CPU_BIND", "PALS_MEM_BIND", "PALS_HOSTFILE", "PALS_HOSTLIST",
-        "PALS_ENVLIST", "PALS_ENVALL", "PALS_TRANSFER", "PALS_LABEL", "PALS_LINE_BUFFER", "PALS_EXCLUSIVE", "PALS_WDIR",
-        "PALS_PATH", "PALS_UMASK", "PALS_PMI", "PALS_RLIMITS", "PALS_ABORT_ON_FAILURE", "PALS_PROCINFO_FILE",
-        "PALS_SSTARTUP",
+        # These options would take precedence over the --hostfile, --envall and -n of ``argv``.
+        "PALS_HOSTLIST", "PALS_ENVLIST", "PALS_SOFT",
     )  # fmt: skip
     own_lines = "mpiexec: "
     faults = (
