@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from wordrun import cgroup
 from wordrun.errors import ConfigError, UserError
-from wordrun.launch import address
+from wordrun.launch import address, login
 from wordrun.launch.job import Job, hold_back, local_host, short
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import find_command, own_bin
@@ -113,6 +113,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     job = hold_back(whole, options.spare_nodes, left_out)
     if site.name:
         job = replace(job, reasons={**job.reasons, "site": why})
+    login.refuse_nodes(options, job, host.name, env)
     ranks = decide_ranks(options, job)
     if options.elastic and options.spare_nodes:  # guardians wait on the spare nodes, too
         job = replace(hold_back(whole, 0, left_out), reasons=job.reasons, notes=job.notes)
@@ -124,8 +125,9 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     # Only Python programs are assumed to need torch's memory.
     runs_python = re.search(r"python|\.py\b|wordrun", " ".join(options.command))
     crowded = check_crowd(options, job, ranks, cgroup.memory() if runs_python else None)
-    if crowded:
-        job = replace(job, notes=(*job.notes, crowded))
+    notes = tuple(filter(None, (crowded, login.note(options, job, host.name, env))))
+    if notes:
+        job = replace(job, notes=(*job.notes, *notes))
     return job, site, ranks
 
 

@@ -36,6 +36,12 @@ class Scheduler:
     """Command that submits a job script; empty: there is none."""
     canceller: ClassVar[str] = ""
     """Command that cancels jobs."""
+    interactive: ClassVar[str] = ""
+    """Command that starts a job with a shell."""
+    nodes_of_shell: ClassVar[str] = ""
+    """Its options for {nodes} nodes."""
+    passes_environment: ClassVar[bool] = False
+    """Whether a job gets the variables of the shell that submits it."""
     job_query: ClassVar[tuple[str, ...]] = ()
     """Command that prints something about a job that waits or runs; the job's id is appended."""
     unknown_job: ClassVar[str] = ""

@@ -28,7 +28,8 @@ class PBS(Scheduler):
         "TMPDIR": r".*/pbs\.\d+\b[^/]*", "OMP_NUM_THREADS": "{NCPUS}", "CUDA_VISIBLE_DEVICES": ".*"
     }  # fmt: skip
     end_query = ("qstat", "-f", "-F", "json")
-    submitter, canceller, directive = "qsub", "qdel", "#PBS"
+    submitter, canceller, directive, interactive = "qsub", "qdel", "#PBS", "qsub -I"
+    nodes_of_shell = "-l select={nodes} -l place=scatter"
     job_query, unknown_job = ("qstat",), "Unknown Job Id|has finished"
     output = "{name}.o{number}"
 

@@ -26,7 +26,8 @@ class Slurm(Scheduler):
     numbers_hosts = True
     checks_names = False
     end_query = ("squeue", "-h", "-o", "%e", "-j")
-    submitter, canceller, directive = "sbatch", "scancel", "#SBATCH"
+    submitter, canceller, directive, interactive = "sbatch", "scancel", "#SBATCH", "salloc"
+    nodes_of_shell, passes_environment = "-N {nodes}", True
     job_query, unknown_job = ("squeue", "--noheader", "--jobs"), "Invalid job id"
     output = "{name}-{number}.out"
     sharing = ("--overlap",)
