@@ -11,6 +11,12 @@ DIED = "died"
 """``exit_reason`` in run.json of a run whose processes are gone without having said why."""
 
 
+def why(error: OSError) -> str:
+    """Return what went wrong with a file, for people to read."""
+    text = error.strerror or str(error)
+    return f"{text} (the disk, or your quota of it, is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else text
+
+
 def absolute(path: str) -> Path:
     """Return ``path`` as an absolute path, with a leading ~ expanded."""
     return Path(os.path.expanduser(path)).absolute()

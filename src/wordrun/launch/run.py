@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from wordrun.errors import REQUEUE, ConfigError
+from wordrun.files import why
 from wordrun.launch import processes
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.job import short
@@ -47,7 +48,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
             os.mkdir(status_dir, 0o700)
         except OSError as error:
             remedy = "point TMPDIR to a folder of yours" if plan.job.is_local else "launch from a folder of yours"
-            raise ConfigError(f"cannot create {status_dir}: {error.strerror}; {remedy}") from None
+            raise ConfigError(f"cannot create {status_dir}: {why(error)}; {remedy}") from None
     try:
         _write_files(plan)
         record, env = _begin_record(plan)
@@ -88,7 +89,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
         try:
             record.end(outcome.status, output.folded)
         except OSError as error:
-            say(f"cannot complete {record.path}: {error.strerror}")
+            say(f"cannot complete {record.path}: {why(error)}")
     return outcome
 
 
@@ -130,9 +131,7 @@ def _write_files(plan: LaunchPlan) -> None:
             with open(path, "w") as file:
                 file.write(text)
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
-            ) from None
+            raise ConfigError(f"cannot write {path}: {why(error)}; set XDG_STATE_HOME to a folder of yours") from None
 
 
 def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
@@ -141,7 +140,7 @@ def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
     try:
         record.begin()
     except OSError as error:
-        say(f"no record of this launch: {error.filename}: {error.strerror}")
+        say(f"no record of this launch: {error.filename or record.path}: {why(error)}")
         del env["WORDRUN_LAUNCH_RECORD"]
         return None, env
     return record, env
