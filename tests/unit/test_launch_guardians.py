@@ -15,13 +15,13 @@ from wordrun.errors import ConfigError
 from wordrun.launch import answers, elastic, guardian, program as imported_before
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.forking import python_command
+from wordrun.launch.job_script import inner
 from wordrun.launch.kills import Kills
 from wordrun.launch.output import Output
 from wordrun.launch.parser import parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import make_plan
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.launch.submit import inner
 from wordrun.launch.wire import VARIABLE, Link
 
 if TYPE_CHECKING:

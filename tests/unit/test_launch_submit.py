@@ -8,17 +8,19 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files
+from wordrun.launch.job_script import Origin, margin, script
 from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse
 from wordrun.launch.request import seconds
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.launch.submit import Origin, SubmitError, commands, margin, script, submit
+from wordrun.launch.submit import SubmitError, commands, submit, write
 
 ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
 RUN_ID = "20260102-030405-abcd"
@@ -517,3 +519,24 @@ def test_a_file_where_the_script_should_go(tmp_path: Path, name: str) -> None:
         rf"from a folder other than {tmp_path}\nlaunch: more: docs/launch.md#submit\n",
         done.stderr.replace("\nlaunch:   ", "; "),  # a long message is several lines
     )
+
+
+def test_a_full_disk_leaves_no_script(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").symlink_to("/dev/full")
+    with pytest.raises(
+        ConfigError, match=r"No space left on device \(the disk, or your quota of it, is full\); or call"
+    ):
+        write(str(tmp_path / "job.sh"), "#!/bin/bash\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pbs_jobs_get_the_shells_variables() -> None:
+    """sbatch passes the environment, qsub does not."""
+    env = {"WORDRUN_DATA_HOME": "data", "HF_HOME": "/h f", "WANDB_MODE": "offline", "WANDB_API_KEY": "secret", "A": "b"}
+    options = parse(["--submit", "--walltime", "1:00:00", "--", "true"])
+    for name, passes in (("pbs", False), ("slurm", True)):
+        text = script(options, UNKNOWN, SCHEDULERS[name], replace(ORIGIN, env=env), RUN_ID)
+        given = [line for line in text.splitlines() if line.startswith("export ") and "WORDRUN_R" not in line][1:]
+        expected = ["WORDRUN_DATA_HOME='/p/my runs/data'", "HF_HOME='/h f'", "WANDB_MODE=offline"]
+        assert given == [f"export {each}" for each in expected if not passes]
+        assert "secret" not in text

@@ -16,11 +16,11 @@ import pytest
 
 from wordrun.composer import compose
 from wordrun.launch.job import Job
+from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.launch.submit import Origin, script
 from wordrun.sweep import grid, part, search
 from wordrun.sweep.folder import Sweep
 from wordrun.sweep.jobs import together

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wordrun.errors import REQUEUE, ConfigError, UserError, short_lines, with_page
-from wordrun.launch import record
+from wordrun.launch import points, record
 from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
@@ -75,6 +75,7 @@ def _launch(options: Options) -> int:
         from wordrun.launch import submit
 
         return submit.main(options)
+    points.refuse_launch(options)
     plan = make_plan(options)
     if options.dry_run:
         print(record.dry_run(plan, as_json=options.json))

@@ -15,13 +15,13 @@ from typing import Any
 
 from wordrun.launch import site_files
 from wordrun.launch.job import short
+from wordrun.launch.job_script import inner
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.plan import LaunchPlan, is_stale
 from wordrun.launch.planner import make_plan
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, numbers
-from wordrun.launch.submit import inner
 
 PREFIX = "wordrun-probe:"
 """Prefix of the line that each rank prints."""

@@ -94,7 +94,23 @@ class Options:
         """Whether ``command`` is a sweep that launches its points itself."""
         words = set(self._arguments)
         plugins = {"hydra/launcher=wordrun", "hydra/sweeper=wordrun_optuna"}
-        return self._arguments[:1] == ("sweep",) or bool(words & {"-m", "--multirun"} and words & plugins)
+        return self.command_name == "sweep" or bool(words & {"-m", "--multirun"} and words & plugins)
+
+    @property
+    def studies(self) -> bool:
+        """Whether ``command`` is a study, which launches its points itself."""
+        modules = zip(self.command, self.command[1:], strict=False)
+        return self.command_name == "study" or ("-m", "wordrun.study") in modules
+
+    @property
+    def launches_points(self) -> bool:
+        """Whether ``command`` calls launch itself."""
+        return self.sweeps or self.studies
+
+    @property
+    def command_name(self) -> str:
+        """The word after wordrun in ``command``; empty if there is none."""
+        return next(iter(self._arguments), "")
 
     @property
     def _arguments(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -13,147 +14,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wordrun.errors import REQUEUE, ConfigError, UserError, nearest
-from wordrun.launch import planner, site_files
+from wordrun.errors import ConfigError, UserError
+from wordrun.files import why
+from wordrun.launch import planner, points, site_files
 from wordrun.launch.freeze import Frozen, describe, freeze
-from wordrun.launch.parser import INNER
-from wordrun.launch.request import Options, seconds
+from wordrun.launch.job_script import Origin, script
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SUBMITTERS
-from wordrun.launch.schedulers.base import Scheduler, node_count
+from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 from wordrun.launch.supervisor import say
 from wordrun.run_id import new_run_id
-
-# Default --walltime-margin for wordrun: MARGIN_S seconds, but at most 1/MARGIN_PART of the walltime.
-MARGIN_S = 120.0
-MARGIN_PART = 20
-# System prefixes are not environments: put first in PATH, they would hide what a site's modules provide.
-SYSTEM = ("/usr", "/usr/local")
 
 
 class SubmitError(UserError):
     """The scheduler refused the job."""
 
     exit_status = 2
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a job script runs, and its Python environment."""
-
-    cwd: str
-    prefix: str
-    """The Python environment with wordrun."""
-    setup: str
-    """The repository's bin/setup.sh; empty: there is none."""
-    frozen: Frozen | None = None
-    """The copy of the code to run; None: the original."""
-
-
-def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, run_id: str) -> str:
-    """Return the text of the job script.
-
-    Args:
-        options: --submit's own options become directives; the others go to the launch inside the job.
-        site: the cluster.
-        scheduler: its scheduler.
-        origin: where it runs.
-        run_id: the run to begin or continue, the same for every job with this script.
-
-    Raises:
-        ConfigError: names every option that is missing or that the site does not allow.
-    """
-    problems = _problems(options, site, scheduler)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    options = replace(options, walltime_margin=margin(options))
-    lines = [
-        # A login shell: many sites define `module` only there.
-        "#!/bin/bash --login",
-        f"# {' '.join(site.description.split()) if site.name else 'an unknown cluster'}; written by launch --submit",
-        *(f"{scheduler.directive} {directive}" for directive in scheduler.directives(options, site)),
-        "",
-        f"cd {shlex.quote(origin.frozen.cwd if origin.frozen else origin.cwd)} || exit",
-    ]
-    # Exit statuses of module commands are unreliable; setup_python checks that they took effect.
-    activation, home = _environment(origin.prefix, bool(site.modules))
-    lines += [*site.modules, *activation]
-    if origin.setup:
-        setup_job = ["setup_job", *passed_on(options, scheduler)]
-        setup_python = f"setup_python {shlex.quote(home)}" if home else "setup_python"
-        lines.append(f"source {shlex.quote(origin.setup)} && {setup_python} && {shlex.join(setup_job)} || exit")
-    if origin.frozen:
-        path = f"{shlex.quote(os.pathsep.join(origin.frozen.path))}${{PYTHONPATH:+:$PYTHONPATH}}"
-        lines += [f"export PYTHONPATH={path}"] * bool(origin.frozen.path)
-        lines.append(f"export WORDRUN_CODE={shlex.quote(origin.frozen.record)}")
-    lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
-    return "\n".join([*lines, "", *_ending(options, scheduler), ""])
-
-
-def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
-    """Return the lines that make ``prefix`` the Python environment, and the argument that setup_python needs.
-
-    Args:
-        prefix: the environment that launch was called from.
-        modules: whether the site's modules are loaded first.
-    """
-    quoted, path = shlex.quote(prefix), f"PATH={shlex.quote(os.path.join(prefix, 'bin'))}:$PATH"
-    if os.path.isdir(os.path.join(prefix, "conda-meta")):
-        # A batch shell often has no `conda`, and only `conda` runs the environment's activation scripts.
-        return [f"conda activate {quoted} 2>/dev/null || export {path} CONDA_PREFIX={quoted}"], prefix
-    if os.path.isfile(os.path.join(prefix, "bin", "activate")):
-        return [f"source {shlex.quote(os.path.join(prefix, 'bin', 'activate'))}"], ""
-    there = os.path.isfile(os.path.join(prefix, "bin", "python"))
-    if modules and (prefix in SYSTEM or not there):
-        return [], ""
-    return [f"export {path}"], prefix if there else ""
-
-
-def margin(options: Options) -> float | None:
-    """Return --walltime-margin, or its default for wordrun's training; None: other commands may not handle SIGUSR1."""
-    if options.walltime_margin is not None or options.walltime is None or not options.trains:
-        return options.walltime_margin
-    return min(MARGIN_S, seconds(options.walltime) // MARGIN_PART)
-
-
-def _ending(options: Options, scheduler: Scheduler) -> list[str]:
-    """Return the lines that run the launch and, if it has saved, continue its run."""
-    echo = 'echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"'
-    continuing = (echo, "status=0") if options.chain > 1 else scheduler.continuing
-    return [
-        f"# {scheduler.canceller} and the time limit signal this shell too: then the ranks save, and the job is over",
-        "trap 'ending=yes' TERM",
-        # A sweep launches its points itself.
-        shlex.join(options.command if options.sweeps else inner(options, scheduler)),
-        "status=$?",
-        f'if [ "$status" -eq {REQUEUE} ] && [ -z "${{ending-}}" ]; then',
-        *(f"  {line}" for line in continuing),
-        "fi",
-        'exit "$status"',
-    ]
-
-
-def inner(options: Options, scheduler: Scheduler) -> list[str]:
-    """Return the launch command that the script runs: with all options except the submission's."""
-    return ["launch", *passed_on(options, scheduler), "--", *options.command]
-
-
-def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
-    """Return the options of the launch inside the job."""
-    words: list[str] = []
-    for option in INNER:
-        value = getattr(options, option.field)
-        is_given = bool(value) or (option.field == "stay" and value is not None)  # 0 is not its default
-        if not is_given or (option.field == "walltime_margin" and scheduler.sends_warning(options)):
-            continue
-        if option.field == "env":
-            words += [word for name, text in value for word in (option.names[-1], f"{name}={text}")]
-        elif value is True:
-            words.append(option.names[0])
-        else:
-            text = f"{value:.15g}" if isinstance(value, float) else f"{value}"
-            words += [option.names[0], shlex.join(value) if isinstance(value, tuple) else text]
-    return words
 
 
 def write(path: str, text: str) -> None:
@@ -168,11 +45,13 @@ def write(path: str, text: str) -> None:
         with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # a part of a script could be submitted by mistake
         parents = (os.path.dirname(folder), folder)
         in_the_way = [name for name in parents if os.path.lexists(name) and not os.path.isdir(name)]
-        why = f"{in_the_way[0]} is not a folder; move it away" if in_the_way else error.strerror
+        cause = f"{in_the_way[0]} is not a folder; move it away" if in_the_way else why(error)
         raise ConfigError(
-            f"cannot write the job script {path}: {why}; or call launch from a folder other than {os.getcwd()}"
+            f"cannot write the job script {path}: {cause}; or call launch from a folder other than {os.getcwd()}"
         ) from None
 
 
@@ -202,50 +81,6 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
     return jobs
 
 
-def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    np, nodes, ppn, queue = options.np, node_count(options, site), options.ppn, site.queue(options.queue)
-    least, most = queue.get("nodes", (1, nodes))
-    asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
-    hours, jobs = queue.get("hours", float("inf")), "jobs"
-    if isinstance(hours, Mapping):
-        hours = next((limit for size, limit in sorted(hours.items()) if nodes <= size), float("inf"))
-        jobs = f"jobs of {nodes} node{'s' * (nodes > 1)}"
-    too_long = options.walltime and seconds(options.walltime) > 3600 * hours
-    # The list of queues may be outdated: reject only likely misspellings, and let the scheduler decide.
-    hint = nearest(options.queue, site.queues) if options.queue and options.queue not in site.queues else ""
-    named = f"{site.name}'s queue {options.queue}"
-    uneven = f"-n {np} on {nodes} nodes contradicts --ppn {ppn}; omit one of -n, -N and --ppn"
-    checks = (
-        (options.walltime is None, "--submit needs --walltime H:MM:SS"),
-        # Otherwise the launch inside the job would refuse it, perhaps after hours in the queue.
-        (np and ppn and np != nodes * ppn, uneven),
-        (site.submit.get("account_needed") and not options.account, f"--submit on {site.name} needs --account PROJECT"),
-        (site.submit.get("queue_needed") and not options.queue, f"--submit on {site.name} needs --queue NAME"),
-        (hint, f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}"),
-        (not least <= nodes <= most, f"{asked}: {named} takes {least} to {most} nodes"),
-        (too_long, f"--walltime {options.walltime}: {named} ends {jobs} after {hours} h"),
-    )
-    return [problem for wrong, problem in checks if wrong] + _part_of_a_node(options, site, scheduler)
-
-
-def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    """Return errors for --gpus and --cores that the site does not allow."""
-    problems = []
-    for name, asked, has, what, resource in (
-        ("--gpus", options.gpus, site.devices, "GPUs", "gpu"),
-        ("--cores", options.cores, site.cores, "cores", "cpus"),
-    ):
-        if asked is None or asked == has:
-            continue
-        fixed = scheduler.fixed(site, site.queue(options.queue), resource)
-        if has is not None and asked > has:
-            problems.append(f"{name} {asked}: a node of {site.name} has {has or 'no'} {what}")
-        elif fixed:
-            remedy = f"leave {name} out, or change it in a file of your own (--site FILE)"
-            problems.append(f"{name} {asked}: the file of {site.name} says {fixed}; {remedy}")
-    return problems
-
-
 @dataclass(frozen=True)
 class Submission:
     """A submitted job, or the jobs of a chain."""
@@ -265,6 +100,7 @@ class Submission:
 def main(options: Options) -> int:
     """Write a job script and submit it, or print it; return the exit status."""
     done = send(options)
+    say(points.note(options))
     site, scheduler, jobs = done.site, done.scheduler, done.jobs
     if options.json:
         to_come = [f"JOB{i + 1}" for i in range(options.chain)]
@@ -303,7 +139,7 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
-    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", frozen)
+    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", frozen, os.environ)
     run_id = run_id or planner.exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
     name = job_path(options.job_name)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
+from wordrun.launch.job_script import MARGIN_S
 from wordrun.launch.parser import parse
 from wordrun.launch.planner import look_around
 from wordrun.launch.request import Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.launch.submit import MARGIN_S
 from wordrun.sweep.options import LauncherOptions
 
 
