@@ -149,7 +149,7 @@ PAGES = {
     "wordrun.launch.launchers.torchrun": "launch.md#one-machine",
     "wordrun.launch.parser": "",
     "wordrun.launch.planner": "",
-    "wordrun.launch.points": "study.md",
+    "wordrun.launch.points": "study.md#scaling",
     "wordrun.launch.ranks.check_crowd": "launch.md#one-machine",
     "wordrun.launch.site_files": "launch.md#sites",
     "wordrun.launch.stacks": "jobs.md#a-hang",

@@ -44,7 +44,8 @@ def test_a_login_node(host: str, name: str, env: dict[str, str]) -> None:
     refusal = at(host, env, Options(nodes=2))
     assert ("would fit" in refusal) == (not name)  # not known to be a login node
     assert f"no PBS job: this looks like {name}; launch --submit -N 2 --walltime H:MM:SS" in refusal or not name
-    assert refusal.endswith("qsub -I -l select=2 -l place=scatter starts a shell in one")
+    shell = "qsub -I -l select=2 -l place=scatter starts a shell in one" if name else "add --submit, or use qsub -I)"
+    assert refusal.endswith(shell)
 
 
 def test_other_machines(env: dict[str, str]) -> None:

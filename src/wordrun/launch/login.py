@@ -39,13 +39,13 @@ def refuse_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) 
     site, scheduler = _find(options, host, env)
     if scheduler is None:
         return
-    absent = f"no {scheduler.name.upper()} job"
-    submit = f"launch --submit -N {options.nodes} --walltime H:MM:SS -- COMMAND submits one"
-    shell = f"{scheduler.interactive} {scheduler.nodes_of_shell.format(nodes=options.nodes)} starts a shell in one"
-    why = f"{absent}: this looks like {_name(site)}; "
+    asked, none, shell = f"-N {options.nodes}", f"no {scheduler.name.upper()} job", scheduler.interactive
     if not (site.name or re.search(LOGIN, host)):  # such as a workstation with a scheduler's commands
-        why = f"this machine is 1 node; -N 1, or no -N, would fit\nthis is {absent}; "
-    raise ConfigError(f"-N {options.nodes}: {why}{submit}; {shell}")
+        fits = "this machine is 1 node; -N 1, or no -N, would fit"
+        raise ConfigError(f"{asked}: {fits} (there is {none}: add --submit, or use {shell})")
+    submit = f"launch --submit {asked} --walltime H:MM:SS -- COMMAND submits one"
+    shell = f"{shell} {scheduler.nodes_of_shell.format(nodes=options.nodes)} starts a shell in one"
+    raise ConfigError(f"{asked}: {none}: this looks like {_name(site)}; {submit}; {shell}")
 
 
 def _name(site: Site) -> str:
