@@ -165,3 +165,20 @@ def test_an_unfinished_run_is_offered(
 )
 def test_an_export_is_suggested_in_a_form_that_the_model_has(words: str, can: bool) -> None:
     assert has_huggingface_format(compose([*words.split(), "tracker=jsonl"]).model) == can
+
+
+def test_a_job_of_which_most_is_unused(
+    small: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    pbs = {"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}
+    two = "this job has 2 nodes with 4 devices each, and this run uses one device; to use all:\n  launch wordrun a=1"
+    assert hints.unused(["wordrun", "a=1"], 4, pbs) == hints.unused(["wordrun", "a=1"], 4, slurm) == two
+    assert hints.unused([], 4, {**slurm, "SLURM_NNODES": "1"}).startswith("this job has 4 devices, and this run uses ")
+    for devices, env in ((1, {**slurm, "SLURM_NNODES": "1"}), (1, {**pbs, "PBS_NODEFILE": "/none"}), (4, {})):
+        assert hints.unused([], devices, env) == ""
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(small("train.max_iters=1", "train.sample_tokens=0")) == 0
+    assert "this job has 2 nodes, and this run uses one node; to use all:\n  launch " in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import record
+from wordrun.launch import record, run
 from wordrun.launch.address import free_port, is_free, unresolved
 from wordrun.launch.job import Job, count_cores, count_devices, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
@@ -440,3 +441,14 @@ def test_ports() -> None:
             continue  # no IPv6 here
         with server:
             assert not is_free(server.getsockname()[1])
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(self: record.Record) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # a write names no file
+
+    monkeypatch.setattr(record.Record, "begin", full)
+    assert "WORDRUN_LAUNCH_RECORD" not in run._begin_record(plan("hydra"))[1]
+    path = f"{DECIDED.folder}/{DECIDED.run.run_id}.json"
+    said = f"no record of this launch: {path}: No space left on device (the disk, or your quota of it, is full)"
+    assert capsys.readouterr().err.replace("\nlaunch:   ", "; ") == f"launch: {said}\n"

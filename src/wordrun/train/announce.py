@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from wordrun.checks import accumulation
 from wordrun.config import Config
@@ -16,7 +19,7 @@ from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
-from wordrun.train.hints import relative, resume_command
+from wordrun.train.hints import relative, resume_command, unused
 from wordrun.train.metrics import device_name
 from wordrun.train.schedule import unfinished_warmup
 from wordrun.train.training import Training
@@ -39,6 +42,9 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
     on = world.host + (f", {world.nodes} nodes" if world.nodes > 1 else "")
     by = f"; launcher {world.launcher} ({world.source})" if world.launcher != "none" else ""
     LOGGER.info("rank 0 of %d on %s%s", world.size, on, by)
+    alone = world.size == 1 and world.launcher == "none" and trainer.command
+    if alone and (hint := unused(trainer.command, torch.accelerator.device_count(), os.environ)):
+        LOGGER.info(hint)
     LOGGER.info(
         "model %s: %s parameters%s, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}",
         f", {facts['active_parameters']:,} active" if "active_parameters" in facts else "", cfg.train.backend,

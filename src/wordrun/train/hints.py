@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wordrun.checkpoint.folder import all_in
@@ -31,6 +31,28 @@ def own_command(arguments: Sequence[str]) -> list[str]:
 def by_launch() -> bool:
     """Return whether ``launch`` has started this process."""
     return "WORDRUN_LAUNCH_RECORD" in os.environ
+
+
+def unused(command: Sequence[str], devices: int, env: Mapping[str, str]) -> str:
+    """Return a hint that a job has more nodes or devices than a single process uses; empty: it has not, or is unknown.
+
+    Args:
+        command: the command line of this process, which nothing has launched.
+        devices: the accelerators that it sees.
+        env: its environment.
+    """
+    nodes, nodefile = 1, Path(env.get("PBS_NODEFILE", ""))
+    if "SLURM_JOB_ID" in env:
+        nodes = int(count) if (count := env.get("SLURM_NNODES", "")).isdigit() else 1
+    elif "PBS_JOBID" in env:
+        nodes = len(set(nodefile.read_text().split())) if nodefile.is_file() else 1
+    else:
+        return ""
+    if nodes < 2 and devices < 2:
+        return ""
+    has = [f"{nodes} nodes"] * (nodes > 1) + [f"{devices} devices{' each' * (nodes > 1)}"] * (devices > 1)
+    uses = f"this run uses one {'device' if devices > 1 else 'node'}"
+    return f"this job has {' with '.join(has)}, and {uses}; to use all:\n  {shlex.join(['launch', *command])}"
 
 
 def launched(command: Sequence[str], run_dir: Path, ranks: int) -> list[str]:
