@@ -187,4 +187,4 @@ def test_a_mpich_that_comes_first_in_path_is_passed_over(
     done = command("launch", "--dry-run", "true")
     assert done.returncode == 0, done.stderr
     assert f"# launcher: pals {tmp_path}/cray/pals/bin/mpiexec" in done.stdout
-    assert f"# site: {job} (recognised)" in done.stdout
+    assert f"# site: {job} (recognized)" in done.stdout
