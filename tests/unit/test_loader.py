@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,22 @@ def test_batches_that_are_kept_are_not_overwritten() -> None:
         loader.step(step)
     assert all(torch.equal(batch.tokens, copy) for batch, copy in zip(kept, copies, strict=True))
     loader.close()
+
+
+def test_without_the_thread_buffers_are_used_again_once_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where they are pinned memory."""
+    events: list[str] = []
+    event = SimpleNamespace(record=lambda: events.append("record"), synchronize=lambda: events.append("wait"))
+    monkeypatch.setattr(torch, "Event", lambda device: event)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    made, order = [], Sequences(np.arange(5000), 7, seed=3)
+    empty = order.empty
+    monkeypatch.setattr(order, "empty", lambda size, pinned: (made.append(pinned), empty(size))[1])
+    loader = Loader(order, 4, device=torch.device("meta"), prefetch=0)
+    for first, gas in ((0, 1), (4, 1), (8, 1), (12, 2), (20, 2)):  # the size of a step changes
+        loader.take(first, gas)
+    assert made == [True] * (1 + 2)
+    assert events == ["record", "wait", "record", "wait", "record", "record", "wait", "record"]
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_wanted(tmp_path: Path) -> None:

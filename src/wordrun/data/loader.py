@@ -66,6 +66,7 @@ class _Builder:
     """The next batches; None before the first request."""
     ready: dict[_Position, _Slot] = field(default_factory=dict)
     free: list[_Slot] = field(default_factory=list)
+    """Slots whose batches have been copied to the device, or will not be needed."""
     failure: BaseException | None = None
     closed: bool = False
     thread: threading.Thread | None = None
@@ -84,6 +85,20 @@ class _Builder:
                 count = self.examples(gas)
                 scale.fill_(self.order.scale(first, count))  # type: ignore[attr-defined]
         return slot
+
+    def take_free(self, gas: int) -> _Slot | None:
+        """Return a free slot for ``gas`` micro-steps, if there is one, and drop those of another size.
+
+        The caller holds the condition.
+        """
+        self.free = [slot for slot in self.free if len(slot.batches) == gas]
+        return self.free.pop() if self.free else None
+
+    def on_demand(self, position: _Position) -> _Slot:
+        """Return the batches at ``position``, built in this thread."""
+        with self.condition:
+            slot = self.take_free(position[1])
+        return self.build(position, slot)
 
     def examples(self, gas: int) -> int:
         """Return the number of examples that all ranks take in a step of ``gas`` micro-steps."""
@@ -142,8 +157,7 @@ class _Builder:
                 for position in [position for position in self.ready if position not in near]:  # stale after a jump
                     self.free.append(self.ready.pop(position))
                 if missing := [position for position in near if position not in self.ready]:
-                    self.free = [slot for slot in self.free if len(slot.batches) == missing[0][1]]
-                    return missing[0], self.free.pop() if self.free else None
+                    return missing[0], self.take_free(missing[0][1])
                 self.condition.wait()
         return None
 
@@ -191,7 +205,8 @@ class Loader:
         micro-steps does not change the update.
         """
         builder, position = self._builder, (first, gas)
-        slot = builder.prefetched(position) if builder.prefetch and self.close.alive else builder.build(position)
+        prefetched = builder.prefetch and self.close.alive
+        slot = builder.prefetched(position) if prefetched else builder.on_demand(position)
         if self.device.type == "cpu":
             return slot.batches
         batches = slot.to(self.device)
