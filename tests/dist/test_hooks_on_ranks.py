@@ -49,6 +49,7 @@ TWO = {
     "fsdp": FSDP,
     "kept": [*FSDP, "backend.reshard_after_forward=false"],
     "aligned": [*FSDP, "backend.cpu_offload=true"],
+    "cp": ["train.backend=FSDP", "backend.cp=2", "model.batch_size=8"],
     "tp": ["train.backend=TP", "model.batch_size=8"],
     "pp": ["train.backend=PP", "model.batch_size=8"],
     # The first stage and the last one, with the two copies of the tied weight, are on one rank.
@@ -59,6 +60,7 @@ TWO = {
     "aligned-to-pp": ["train.backend=PP", "model.batch_size=8", resume("aligned")],
 }
 FOUR = {
+    "cp-replicate": ["train.backend=FSDP", "backend.cp=2", "backend.replicate=2", "model.batch_size=4"],
     "3d": ["train.backend=3D", f"model.batch_size={4 * TP}", f"backend.tp={TP}"],
     "3d-from-tp": ["train.backend=3D", f"model.batch_size={4 * TP}", f"backend.tp={TP}", resume("tp")],
 }

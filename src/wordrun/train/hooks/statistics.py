@@ -77,7 +77,7 @@ class Statistics(Hook):
     def _measure_gradients(self, trainer: Training) -> None:
         if not due(trainer.step + 1, self.options.interval):
             return
-        at = trainer.layout
+        at = trainer.layout.of_parameters
         for name, parameter in native(trainer, "statistics").named_parameters(once=True):
             gradient = parameter.grad
             if gradient is None or not local(gradient).numel():
