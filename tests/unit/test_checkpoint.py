@@ -642,6 +642,33 @@ def test_by_default_the_run_stops(small: Words, tmp_path: Path) -> None:
     assert "after 7 steps" in (tmp_path / "run/failures/rank-0.txt").read_text()
 
 
+def test_fp16_notices_gradients_that_are_not_finite_at_any_scale(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scaler halves its scale after each; so many may overflow while it looks for the largest one."""
+    monkeypatch.setattr(precision, "_is_fast", lambda dtype, device: True)
+    monkeypatch.setattr(finite, "MAX_SKIPPED", 2)
+
+    def spoil(trainer: Trainer) -> None:
+        trainer.backend.parts[0].norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+
+    def said(begin: int, *more: str) -> str:
+        run = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        words = small(*SAVING, "train.eval_interval=0", "train.dtype=fp16", "train.max_iters=30", *more)
+        with pytest.raises(UserError) as failed:
+            train(words, run, Act(begin, spoil) if begin else Begin(-1, spoil))
+        return str(failed.value)
+
+    first = "non-finite gradients at step 17, whose loss is finite, before any update of the weights"
+    check = "check losses(batch) of model=nano for a derivative that is not finite, such as that of a square root at 0"
+    assert said(0) == f"{first}: {check}"
+    assert said(0, "train.on_nonfinite=skip") == f"{first}, 2 times in a row: {check}"
+    later = "non-finite gradients at step 19, whose loss is finite"
+    assert said(2) == f"{later}: lower optimizer.learning_rate, or use train.on_nonfinite=skip or rollback"
+    again = said(2, "train.on_nonfinite=rollback")
+    assert again == f"{later}, after 3 rollbacks to the checkpoint of step 18: lower optimizer.learning_rate"
+
+
 def test_a_step_may_be_skipped(small: Words, tmp_path: Path) -> None:
     trainer = train(small(*SAVING, "train.on_nonfinite=skip"), tmp_path / "run", poison(1, 7))
     assert [line["step"] for line in read(tmp_path / "run") if "loss" in line] == list(range(1, 13))

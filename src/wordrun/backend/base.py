@@ -119,6 +119,10 @@ class Backend(Protocol):
     parts: Sequence[Model]
     """This rank's part of the model: the full model, or its pipeline stages."""
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Scales the loss in fp16, otherwise it is disabled; None: an engine scales it, and raises if it cannot."""
+
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on ``batches``, one batch per micro-step."""
 

@@ -64,6 +64,7 @@ class DeepSpeedBackend:
             undo.callback(self.engine.destroy)
             self.undo = undo.pop_all()
         self.parts: list[Model] = [model]
+        self.scaler = None  # the engine's raises an error if its smallest scale overflows
         self.optimizer = self.engine.optimizer
         # Without ZeRO or a loss scaler around the optimizer, the engine does not report the gradient norm.
         self.norm_is_ours = self.optimizer is optimizer

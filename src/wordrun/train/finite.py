@@ -10,7 +10,7 @@ import torch
 from wordrun import dist
 from wordrun.backend import StepResult
 from wordrun.checkpoint import folder as folders
-from wordrun.dist.collectives import all_sum
+from wordrun.dist.collectives import all_max, all_sum
 from wordrun.errors import UserError
 from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.registry import part_of
@@ -20,6 +20,11 @@ from wordrun.train.training import Training, due
 # Per checkpoint: if other data has not helped so far, another attempt will not either.
 MAX_ROLLBACKS = 3
 MAX_SKIPPED = 100
+LEAST_SCALE = 1.0
+"""In fp16, gradients that are still non-finite at a smaller scale of the loss have not overflown: 17 steps after the
+first, as each halves the scale."""
+FIRST_SCALE = 2.0**16
+"""That of torch's GradScaler."""
 
 
 def counts(trainer: Training, result: StepResult) -> bool:
@@ -62,9 +67,18 @@ def is_finite(trainer: Training, result: StepResult) -> bool:
     if trainer.cfg.backend.independent:
         return bool(torch.isfinite(all_sum(result.grad_norm)))
     if trainer.backend.dtype == torch.float16:
-        # Gradients may overflow while the scaler looks for the largest scale.
-        return bool(torch.isfinite(all_sum(result.loss)))
+        # Gradients may overflow while the scaler looks for the largest scale, but not at any.
+        scale, bad = _scale(trainer), ~result.loss.isfinite()
+        if scale is not None and scale < LEAST_SCALE:
+            bad |= ~result.grad_norm.isfinite()
+        return not all_max(bad.float()).item()
     return math.isfinite(result.grad_norm.item())
+
+
+def _scale(trainer: Training) -> float | None:
+    """Return the scale of this rank's loss after the step, for which it waits; None: it has none, or an engine's."""
+    scaler = trainer.backend.scaler
+    return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
 
 
 class _Found(NamedTuple):
@@ -83,13 +97,23 @@ def _explained(trainer: Training, result: StepResult) -> _Found:
     problem = f"the loss of step {step} is {'NaN' if math.isnan(loss) else 'infinite'}"
     if finite:
         problem = f"non-finite gradients at step {step}, whose loss is finite"
-    if step > 1:
+    if not _is_first(trainer):
         return _Found(problem, "lower optimizer.learning_rate", is_first=False)
     origin, source = part_of("model", model).origin, trainer.cfg.train.init_from
     remedy = f"check losses(batch) of model={model.name}" + (f" ({origin})" if origin else "")
     remedy += " for a derivative that is not finite, such as that of a square root at 0" if finite else " and the data"
     remedy += f", or the weights of train.init_from={source}" if source else ""
     return _Found(f"{problem}, before any update of the weights", remedy, is_first=True)
+
+
+def _is_first(trainer: Training) -> bool:
+    """Return whether the weights have not been updated before this step, the same on all ranks; all must call this."""
+    step, scale = trainer.step + 1, _scale(trainer)
+    if step == 1 or scale is None:
+        return step == 1
+    # If every step so far has halved it; a scale that has underflown does not tell.
+    scale = all_max(torch.tensor(scale, device=trainer.backend.device)).item()
+    return 0 < scale <= FIRST_SCALE * 0.5 ** (step + trainer.state.skipped)
 
 
 def _roll_back(trainer: Training, nonfinite: _Found) -> None:
