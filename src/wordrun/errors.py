@@ -206,6 +206,7 @@ PAGES = {
     "wordrun.train.language": "data.md#tokenizers",
     "wordrun.train.language._check_reads": "extend.md#a-model",
     "wordrun.train.language.generate": "generate.md#generate",
+    "wordrun.train.lora_base": "finetune.md#lora",
     "wordrun.train.memory": "plan.md#before-every-run",
     "wordrun.train.memory_resume": "checkpoints.md#checkpoints-in-memory",
     "wordrun.train.profile": "train.md#profilers",

@@ -98,7 +98,7 @@ class Saved:
                 weights = mup.suited(found.weights(), found.config.model, self.config.model)
             else:
                 weights = pretrained.open_weights(pretrained.fetch(there), self.config.transformer, self.vocab_size)
-            if lora.digest(weights, model) == base["digest"]:
+            if lora.digest_like(base["digest"], weights, model) == base["digest"]:
                 return weights
         except UserError as error:
             raise UserError(f"{remedy} ({error})") from None

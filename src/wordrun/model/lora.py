@@ -18,6 +18,11 @@ from wordrun.model.dropout import Dropout
 
 A, B = "lora_a", "lora_b"
 """Names of the two matrices, (rank, inputs) and (outputs, rank), beside the layer's weight."""
+DIGEST = "2:"
+"""Begins a checksum of all tensors; until 0.1, it was one of the 1-d tensors, which some models do not have."""
+DIGEST_VALUES = 2**18
+"""About so many values of each tensor are in the checksum, in evenly spaced rows, so that it takes seconds for large
+models, of which not even all pages need to be read if they are mapped into memory."""
 
 
 class Adapted(nn.Linear):
@@ -76,7 +81,21 @@ def merged(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], cfg: Tran
 
 
 def digest(base: Mapping[str, Tensor], model: nn.Module) -> str:
-    """Return a checksum that identifies a base model: that of its norms and biases, which are small."""
+    """Return a checksum that identifies the ``base`` weights of ``model``, from rows of each tensor."""
+    found = xxhash.xxh3_64()
+    for name, _ in model.named_parameters():
+        tensor = base[name]
+        if tensor.dim() > 1:
+            rows = tensor.flatten(0, -2)
+            tensor = rows[:: max(1, rows.numel() // DIGEST_VALUES)]
+        found.update(tensor.float().contiguous().numpy().data)
+    return DIGEST + found.hexdigest()
+
+
+def digest_like(stored: str, base: Mapping[str, Tensor], model: nn.Module) -> str:
+    """Return a checksum of ``base`` of the same kind as ``stored``, which may be that of an older checkpoint."""
+    if stored.startswith(DIGEST):
+        return digest(base, model)
     found = xxhash.xxh3_64()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wordrun import compat, dist, files
+from wordrun import compat, dist
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
 from wordrun.config import Config, TrainConfig, TransformerConfig
@@ -33,6 +34,7 @@ from wordrun.plan.shapes import ModelShapes, shapes_of
 from wordrun.prepare.obtain import obtain
 from wordrun.prepare.sources import locate
 from wordrun.registry import refuse_own_model
+from wordrun.train import lora_base
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.task import Task, flops_of
@@ -149,20 +151,20 @@ class LanguageTask(Task):
         """Return whether the run generates samples."""
         return self.cfg.train.sample_tokens > 0 and not self.no_samples
 
-    def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that train.init_from names, each read on access; None: initialize randomly.
-
-        Raises:
-            UserError: no weights were found.
-            ConfigError: they belong to a different model.
-        """
-        weights, cfg = self._base_weights(world), self.cfg
-        if weights is not None and cfg.lora_rank:
-            source = str(cfg.train.init_from)
-            path = source.removeprefix("hf:")
-            if Path(path).expanduser().exists():  # else the name of a model
-                source = source.removesuffix(path) + str(files.absolute(path))
-            self.base = {"source": source, "digest": lora.digest(weights, self.initial_model)}
+    def initial_weights(
+        self, world: dist.World, stored: Mapping[str, Any] = MappingProxyType({})
+    ) -> Mapping[str, torch.Tensor] | None:
+        """Return the weights that train.init_from names or, if LoRA is resumed, those that it began with."""
+        cfg, folder = self.cfg, None
+        source = lora_base.source_of(cfg, stored)
+        if source is None:
+            return None
+        if source.startswith("hf:"):
+            weights = self._weights_from_hf(source, world)
+        else:
+            folder, weights = self.weights_in(source, world)
+        if cfg.lora_rank:
+            self.base = lora_base.described(weights, self.initial_model, folder, cfg, world, stored)
         return weights
 
     @property
@@ -172,10 +174,7 @@ class LanguageTask(Task):
             return self.meta_model
         return meta_model(lora.without(self.cfg.transformer), self.vocab_size)
 
-    def _base_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
-        source = self.cfg.train.init_from or ""
-        if not source.startswith("hf:"):
-            return super().initial_weights(world)
+    def _weights_from_hf(self, source: str, world: dist.World) -> Mapping[str, torch.Tensor]:
         refuse_own_model(self.cfg.model)
         folder = dist.broadcast(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
         return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)
@@ -294,7 +293,7 @@ class LanguageTask(Task):
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options."""
-        base = {"the base model (train.init_from)": self.base["digest"]} if self.base else {}
+        base = {"the base model's weights (train.init_from)": self.base["digest"]} if self.base else {}
         return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train), **base}
 
     def manifest(self, position: int) -> dict[str, Any]:

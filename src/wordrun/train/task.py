@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,16 +90,24 @@ class Task:
         """The model whose weights train.init_from names, on the meta device."""
         return self.meta_model
 
-    def initial_weights(self, world: dist.World) -> Mapping[str, torch.Tensor] | None:
+    def initial_weights(
+        self, world: dist.World, stored: Mapping[str, Any] = MappingProxyType({})
+    ) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names, each read on access; None: initialize randomly.
+
+        Args:
+            world: the ranks, all of which must call this.
+            stored: the manifest of the checkpoint from which the run is resumed, or nothing.
 
         Raises:
             UserError: no weights were found.
             ConfigError: they belong to a different model.
         """
         source = self.cfg.train.init_from
-        if source is None:
-            return None
+        return None if source is None else self.weights_in(source, world)[1]
+
+    def weights_in(self, source: str, world: dist.World) -> tuple[Path, Mapping[str, torch.Tensor]]:
+        """Return the checkpoint to which ``source``, a path, leads, and its weights, as ``initial_weights`` does."""
         # One rank verifies all files, and chooses an intact checkpoint for all.
         try:
             folder = find(Path(source)).folder if world.rank == 0 else None
@@ -116,7 +125,7 @@ class Task:
             more = ["  ..."] if different[8:] else []
             first = f"the weights in train.init_from={source} do not fit model={self.cfg.model.name}:"
             raise ConfigError("\n".join([first, *different[:8], *more]))
-        return mup.suited(saved.weights(), saved.config.model, self.cfg.model)
+        return saved.folder, mup.suited(saved.weights(), saved.config.model, self.cfg.model)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""

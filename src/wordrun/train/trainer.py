@@ -127,7 +127,8 @@ class Trainer(Training):
             self.task = task(cfg, world, self.layout, banner)
         self.memory.before_model(self.task.shapes())
         # A checkpoint of LoRA has no frozen weights.
-        weights = self.task.initial_weights(world) if cfg.lora_rank or not self.start.folder else None
+        initial = cfg.lora_rank or not self.start.folder
+        weights = self.task.initial_weights(world, self.start.manifest) if initial else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         spec = backend.BackendSpec(
             self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
