@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wordrun.dist import mpi
+from wordrun.dist.device import hidden, torch_build
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError
 
@@ -45,7 +46,9 @@ def main(prefix: str) -> int:
 
     found["torch_s"] = round(time.perf_counter() - begin, 2)
     found["devices"] = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if found["devices"]:
+    if not found["devices"]:
+        found |= {"torch": torch_build(), "hidden": hidden(os.environ)}
+    else:
         found |= device_of(found.get("local_rank", 0), found["devices"], os.environ)
         found["device_id"] = _hardware_id(found["index"])
     sys.stdout.write(f"{prefix}{json.dumps(found)}\n")  # one write, so that other ranks' output cannot split it

@@ -136,6 +136,28 @@ def test_each_problem_has_its_remedy(
     assert remedy in bad[0].remedy
 
 
+def test_devices_that_torch_does_not_see(plan: LaunchPlan) -> None:
+    """The ranks would run on CPUs, which is right only where launch has counted no devices, or the user hides them."""
+
+    def found(plan: LaunchPlan, **more: str) -> doctor.Finding:
+        lines = [{**rank, "devices": 0, "device": None, "torch": "torch 2.8.0+cpu", **more} for rank in ranks()]
+        findings = doctor.of_ranks(plan, lines, 0, "", replace(SITE, modules=("module load torch",)))
+        return next(finding for finding in findings if finding.check == "devices")
+
+    counted = replace(plan, job=replace(JOB, reasons={"devices": "site made up"}))
+    wrong = found(counted)
+    assert wrong.state == "wrong"
+    assert wrong.found == "none: torch 2.8.0+cpu sees no device, but launch counted 2 on each node (site made up)"
+    assert "such as that of the site's modules (module load torch)" in wrong.remedy
+    assert "train.device=cpu" in wrong.remedy
+    hides = found(counted, hidden="CUDA_VISIBLE_DEVICES=")
+    assert (hides.state, hides.found.partition(":")[0]) == (
+        "warning", "CUDA_VISIBLE_DEVICES= hides the devices from the ranks"
+    )  # fmt: skip
+    none = found(replace(plan, job=replace(JOB, devices=(0, 0))))
+    assert (none.state, none.found) == ("ok", "none: the ranks run on CPUs")
+
+
 @pytest.mark.parametrize(("library", "state"), [("MPICH Version: 5.0.2", "warning"), ("", "ok")])
 def test_mpi_is_called_unused_only_where_there_is_none(plan: LaunchPlan, library: str, state: str) -> None:
     lines = [{**rank, "mpi_size": None, "mpi_unused": library} for rank in ranks()]

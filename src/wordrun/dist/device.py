@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wordrun.dist.world import World
@@ -12,6 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 
+COUNTED = "WORDRUN_DEVICES"
+"""Variable in which launch tells its ranks how many devices it has counted on their node, and how."""
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that choose which of a node's devices a process sees."""
+DRIVERS = {"NVIDIA": "proc/driver/nvidia/version", "amdgpu": "sys/module/amdgpu/version"}
+"""Files that hold the version of a device's driver."""
+
+
 def choose_device(kind: str, world: World) -> torch.device:
     """Return the device of ``world``'s process.
 
@@ -20,7 +32,7 @@ def choose_device(kind: str, world: World) -> torch.device:
         world: says how many ranks share this node's devices.
 
     Raises:
-        WorldError: torch finds no such device.
+        WorldError: torch finds no such device, or none for ``auto`` where launch has counted some.
     """
     import torch
 
@@ -28,6 +40,15 @@ def choose_device(kind: str, world: World) -> torch.device:
     have = found.type if found is not None and found.type in ("cuda", "xpu") else "cpu"
     if kind == "auto":
         kind = have
+        counted = os.environ.get(COUNTED, "")
+        if have == "cpu" and counted and (by := hidden(os.environ)):
+            LOGGER.warning("%s hides the devices of %s (launch counted %s): on the CPU", by, world.host, counted)
+        elif have == "cpu" and counted:
+            raise WorldError(
+                f"launch counted devices: {counted}, but {torch_build()} finds none on {world.host}: install a torch "
+                "built for the device, or load the site's module (launch --doctor says more); to use the CPU, "
+                "train.device=cpu"
+            )
     if kind == "cpu":
         return torch.device("cpu")
     if kind != have:
@@ -41,6 +62,28 @@ def choose_device(kind: str, world: World) -> torch.device:
         )
     # A single visible device is number 0 for every local rank: the launcher has already assigned them.
     return torch.device(kind, 0 if count == 1 else world.local_rank % count)
+
+
+def hidden(env: Mapping[str, str]) -> str:
+    """Return the setting by which the user hides all devices from a process; empty: there is none."""
+    settings = (f"{name}={env[name]}" for name in HIDING if name in env and env[name].strip() in ("", "-1"))
+    return next(settings, "")
+
+
+def torch_build(root: str = "/") -> str:
+    """Return torch's version, what it was built for, and the version of the devices' driver below ``root``, if any."""
+    import torch
+
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    built = ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version)
+    facts = [f"built for {built}" if built else "built for CPUs alone"]
+    for name, path in DRIVERS.items():
+        try:
+            found = re.search(r"\d+(\.\d+)+", Path(root, path).read_text())
+        except OSError:
+            continue
+        facts += [f"{name} driver {found[0]}"] if found else []
+    return f"torch {torch.__version__} ({', '.join(facts)})"
 
 
 def backend_of(device: torch.device) -> str:

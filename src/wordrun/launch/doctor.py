@@ -205,7 +205,7 @@ def of_ranks(
         _sockets(plan, ranks),
         _cores(plan, ranks),
         _threads(ranks),
-        _devices(ranks),
+        _devices(plan, ranks, known),
         *_order(plan, ranks, known),
         _check("import torch", slow if slowest > SLOW_IMPORT_S else "", remedy, slow, "warning"),
         *(Finding("W&B", "ok", f"would record {rank['wandb']}") for rank in ranks if "wandb" in rank),
@@ -260,7 +260,9 @@ def _threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     return _check("threads", wrong, remedy, f"OMP_NUM_THREADS={ranks[0]['threads']}", "warning")
 
 
-def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def _devices(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> Finding:
+    if plan.devices and not any(rank["devices"] for rank in ranks):
+        return _unseen(plan, ranks[0], known)
     for rank in ranks:
         count, sharing = rank["devices"], rank.get("local_size", 1)
         if 1 < count < sharing:
@@ -271,6 +273,21 @@ def _devices(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     remedy = "a node has lost a device, or the launcher assigns them unevenly: exclude that node with --hostfile"
     ok = f"torch sees {seen[0]} on each rank" if seen[0] else "none: the ranks run on CPUs"
     return _check("devices", wrong, remedy, ok)
+
+
+def _unseen(plan: LaunchPlan, rank: Mapping[str, Any], known: Site) -> Finding:
+    """Return the finding on ranks that see no device, although launch has counted some."""
+    counted = f"launch counted {plan.devices} on each node ({plan.job.reasons.get('devices', 'counted')})"
+    if rank.get("hidden"):
+        found = f"{rank['hidden']} hides the devices from the ranks: {counted}"
+        return Finding("devices", "warning", found, "leave it out, unless the ranks should run on CPUs")
+    modules = f" of the site's modules ({'; '.join(known.modules)})" if known.modules else ""
+    loaded = f", such as that{modules}" if modules else ""
+    remedy = (
+        f"use a torch built for the device{loaded}, and a driver as new as it needs; if the job itself has none, "
+        "request them; to train on CPUs, train.device=cpu"
+    )
+    return Finding("devices", "wrong", f"none: {rank.get('torch', 'torch')} sees no device, but {counted}", remedy)
 
 
 def _order(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) -> list[Finding]:

@@ -20,7 +20,7 @@ OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
     "WORDRUN_PTY", "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS",
-    "WORDRUN_ELASTIC", VARIABLE,
+    "WORDRUN_ELASTIC", "WORDRUN_DEVICES", VARIABLE,
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -153,6 +153,7 @@ def _meeting(request: Request) -> dict[str, Setting]:
     if ranks.nodes == 1:
         address, why = "127.0.0.1", "all ranks are on one host"
     hosts = ",".join(request.hosts)
+    counted = f"{request.devices} ({job.reasons.get('devices', 'counted')})"
     return {
         "MASTER_ADDR": (address, why),
         "MASTER_PORT": (str(decided.port), "a free port, chosen at random"),
@@ -160,6 +161,8 @@ def _meeting(request: Request) -> dict[str, Setting]:
         "WORDRUN_RUN_ID": (decided.run.run_id, decided.run.why),
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
         "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
+        # Ranks that see no device then do not train on CPUs unnoticed.
+        **({"WORDRUN_DEVICES": (counted, "")} if request.devices else {}),
         # The names are informational, and ten thousand of them would not fit into a variable.
         **({"WORDRUN_HOSTS": (hosts, "")} if len(hosts) <= LONGEST else {}),
         **({"WORDRUN_RESUME": ("auto", decided.run.resume)} if decided.run.resume else {}),
