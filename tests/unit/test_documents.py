@@ -161,7 +161,10 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
     data = TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT")
     with pytest.raises(UserError) as caught:
         locate(data).items()
-    wanted = ("data=fineweb", "HuggingFaceFW/fineweb", "login node", "wordrun prepare data=fineweb", "hf download")
+    wanted = (
+        "data=fineweb", "HuggingFaceFW/fineweb", "login node", "wordrun prepare data=fineweb", "hf download",
+        "data.workers=4", "launch --submit -N 1 --walltime 1:00:00 ",
+    )  # fmt: skip
     assert [text for text in wanted if text not in str(caught.value)] == []
     assert time.monotonic() - begin < 20  # the hub's client alone would try for half a minute
 

@@ -152,7 +152,9 @@ def _unreachable(data: TextConfig, error: BaseException) -> UserError:
     subset = f" data.subset={data.subset}" if data.subset else ""
     return UserError(
         f"data={data.name}: the Hugging Face dataset {data.dataset} could not be downloaded ({first_line(error)}). On "
-        "a machine with network access (a login node), with the same $WORDRUN_DATA_HOME: wordrun prepare "
-        f"data={data.name}; or download it with: hf download --repo-type dataset {data.dataset} --local-dir DIR, and "
-        f"prepare here with data.dataset=DIR{subset}."
+        "a machine with network access, such as a login node: hf download --repo-type dataset "
+        f"{data.dataset} --local-dir DIR; then prepare here with data.dataset=DIR{subset}. Or prepare there, with the "
+        f"same $WORDRUN_DATA_HOME: wordrun prepare data={data.name} (on a login node with data.workers=4); where the "
+        "nodes of other jobs have network access, launch --submit -N 1 --walltime 1:00:00 --queue QUEUE --account "
+        f"PROJECT -- wordrun prepare data={data.name}"
     )
