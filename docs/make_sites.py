@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wordrun.launch import site_files
+from wordrun.launch.parser import parse
+from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import Site
 
 PAGES = Path(__file__).with_name("sites")
@@ -24,6 +26,8 @@ QUEUES = {
     "juwels_booster": "develbooster",
 }
 """The queue of the page's first job, where it is not the first that the site's file names."""
+INTERACTIVE = {"perlmutter": "interactive"}
+"""The queue of interactive jobs, where it is another."""
 BUILD_IN_A_JOB = ("crux", "sophia")
 """Sites that ask their users to build software on compute nodes."""
 BEGIN, END = "<!-- From the site's file, by docs/make_sites.py: {} -->", "<!-- end -->"
@@ -78,24 +82,44 @@ def commands(site: Site) -> str:
     check = first_job(site, "python", "-m", "wordrun.test_dist")
     train = first_job(site, "python", "-m", "wordrun", "data=sample", "train=smoke", "train.backend=FSDP")
     shown = "\n".join([*lines, "source bin/setup.sh && setup_python && setup_job", "wordrun --version"])
-    jobs = "\n".join(
-        shlex.join([*words[:2], "--dry-run", *words[2:]] if dry else words).replace(" -- ", " \\\n  -- ")
-        for words, dry in ((check, True), (check, False), (train, False))
+    checks, training = (
+        "\n".join(
+            shlex.join([*words[:2], "--dry-run", *words[2:]] if dry else words).replace(" -- ", " \\\n  -- ")
+            for words, dry in jobs
+        )
+        for jobs in (((check, True), (check, False)), ((train, False),))
     )
+    shell = f"\nA shell on a node, in an interactive job:\n\n```console\n{interactive(site)}\n```\n"
+    if interactive(site) in lines:  # shown above
+        shell = ""
+    queue = check[check.index("--queue") + 1] if "--queue" in check else ""
+    if site.queue(queue).get("jobs") == 1:
+        third = f"When that job has ended (`{queue}` takes one job of a user at a time), submit a short training run:"
+        then, between = "", f"```\n\n{third}\n\n```console\n"
+    else:
+        then, between = ", and the third a short training run", ""
     return (
         f"```console\n{shown}\n```\n\n`setup_python` {installed}.\n\nOf the next lines, the first prints a job script; "
-        f"the second submits a check of the ranks and their\ncollectives, and the third a short training run:\n\n"
-        f"```console\n{jobs}\n```\n"
+        f"the second submits a check of the ranks and their\ncollectives{then}:\n\n"
+        f"```console\n{checks}\n{between}{training}\n```\n{shell}"
     )
 
 
 def interactive(site: Site) -> str:
-    """Return the command that opens a shell on a compute node."""
-    if site.scheduler == "slurm":
-        asked = " ".join(line.format(devices=site.devices) for line in site.submit.get("directives", ()))
-        return f"salloc -N 1 -t 0:30:00 --account PROJECT {site.submit.get('queue_option', '--partition')} QOS {asked}"
-    queue = f"-q {QUEUES.get(site.name) or next(iter(site.queues), '')} " if site.queues else ""
-    return f"qsub -I -A PROJECT {queue}-l select=1 -l walltime=0:30:00 -l filesystems={site.submit['filesystems']}"
+    """Return the command that opens a shell on a compute node, with what a submitted job of one node would request."""
+    words = first_job(site)[1:-1]
+    words[words.index("-N") + 1] = "1"
+    if "--queue" in words and site.name in INTERACTIVE:
+        words[words.index("--queue") + 1] = INTERACTIVE[site.name]
+    asked = SCHEDULERS[site.scheduler].directives(parse([*words, "--", "wordrun"]), site)
+    # What concerns the script's name, output and restarts is left out.
+    unused = ("--job-name", "--requeue", "--open-mode", "--output", "--signal", "-N ", "-j ", "-r ")
+    return " ".join(
+        [
+            {"slurm": "salloc", "pbs": "qsub -I"}[site.scheduler],
+            *(word for word in asked if not word.startswith(unused)),
+        ]
+    )
 
 
 def facts(site: Site) -> str:
@@ -161,6 +185,9 @@ def limits(site: Site, name: str) -> str:
         words.append(", ".join(f"up to {nodes} nodes {most} h" for nodes, most in hours.items()))
     elif hours:
         words.append(f"{hours} h")
+    if "jobs" in queue:
+        words.append(f"{queue['jobs']} job{'s' * (queue['jobs'] > 1)} of a user, waiting and running")
+    words += ["the default"] if name == site.default_queue else []
     words += ["preempted jobs run again"] if queue.get("rerunnable") else []
     words += ["devices are requested one by one"] if queue.get("device_per_rank") else []
     return ", ".join(words) or "none known"

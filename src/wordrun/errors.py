@@ -141,6 +141,7 @@ PAGES = {
     "wordrun.errors": "",
     "wordrun.export": "generate.md#export",
     "wordrun.generate": "generate.md#generate",
+    "wordrun.launch.limits": "launch.md#submit",
     "wordrun.launch": "launch.md#in-a-slurm-or-pbs-job",
     "wordrun.launch.cli": "",
     "wordrun.launch.freeze": "jobs.md#the-code-that-a-job-runs",

@@ -33,9 +33,8 @@ COMMAND = ("python", "-m", "wordrun", "train.backend=DDP")
 POLARIS = ["x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov", "x3209c0s25b0n0.hsn.cm.polaris.alcf.anl.gov"]
 HALVES = "list:24-27:16-19:8-11:0-3:28-31:20-23:12-15:4-7"
 AURORA = ["x4114c1s7b0n0.hostmgmt2.cm.aurora.alcf.anl.gov", "x4114c1s7b1n0.hostmgmt2.cm.aurora.alcf.anl.gov"]
-ONE_DEVICE_EACH = ":".join(
-    f"{low}-{low + 7}" for low in (1, 9, 17, 25, 33, 41, 53, 61, 69, 77, 85, 93)
-)  # cores 0 and 52 are the system's
+# Cores 0 and 52 are the system's, and the last ones of each socket oneCCL's.
+ONE_DEVICE_EACH = ":".join(f"{low}-{low + 3}" for low in (4, 8, 12, 16, 20, 24, 56, 60, 64, 68, 72, 76))
 
 
 def slurm(nodes: str, cpus: str, **more: str) -> dict[str, str]:
@@ -180,7 +179,7 @@ def test_sunspot(cluster: Cluster) -> None:
         "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi",
         "FI_MR_CACHE_MONITOR": "userfaultfd", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT", "TMPDIR": "/tmp",
         "https_proxy": "http://proxy.alcf.anl.gov:3128", "MASTER_ADDR": "x1921c0s2b0n0", "WORDRUN_WORLD_SIZE": "24",
-        "OMP_NUM_THREADS": "8",
+        "OMP_NUM_THREADS": "4", "WORDRUN_DEVICES": "12 (site sunspot)",
     }  # fmt: skip
     assert {name: plan.env[name] for name in expected} == expected
     assert plan.site.name == "sunspot"
@@ -196,6 +195,7 @@ def test_crux(cluster: Cluster) -> None:
     env = cluster.pbs("crux-pbs-0001.head.cm.crux.alcf.anl.gov", hosts)
     plan = cluster.plan(env, hosts[0], "pals", cores=256)
     assert plan.site.name == "crux"
+    assert "WORDRUN_DEVICES" not in plan.env
     assert words(plan) == (
         f"pals --envall --line-buffer -n 16 --ppn 8 --hostfile {cluster.nodefile} --depth 16 --cpu-bind depth"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import site_files
+from wordrun.launch import limits, site_files
 from wordrun.launch.job_script import Origin, margin, script
 from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse
 from wordrun.launch.request import seconds
@@ -281,7 +281,7 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
 
 
 # Options that --submit itself acts on or that exclude it; every other one must reach the job.
-NOT_FOR_JOBS = {"submit", "no_freeze", "stacks", "dry_run", "json", "info", "doctor", "help", "version"}
+NOT_FOR_JOBS = {"submit", "no_freeze", "stacks", "dry_run", "json", "info", "help", "version"}
 VALUES = {
     "--env": "A=b",
     "--launcher-args": "-x y",
@@ -304,7 +304,7 @@ def test_every_option_reaches_the_job(option: Option) -> None:
     plain = job()[0]
     if option.field in NOT_FOR_JOBS:
         assert text == plain
-    elif option in SUBMISSION:
+    elif option in SUBMISSION or option.field == "doctor":
         assert text != plain  # a directive, or what happens at the end
     else:
         given = f" {shlex.join([option.names[0], *([value] if option.metavar else [])])} "
@@ -411,6 +411,71 @@ def test_what_the_site_does_not_allow(words: list[str], says: list[str]) -> None
     assert all(word in str(caught.value) for word in says), caught.value
 
 
+SMALL = "capacity (1 to 16 nodes, up to 168 h, 5 jobs of a user)"
+SCALING = "debug-scaling (2 to 256 nodes, up to 1 h, 1 job of a user)"
+# Aurora's queues: what is asked of them, the beginning of the refusal, and the queues that it names.
+REFUSALS = [
+    ("-N 16", "-N 16: aurora's default queue prod takes 256 to 10624 nodes", f"{SCALING}, {SMALL}"),
+    ("-N 16 --queue debug", "-N 16: aurora's queue debug takes 1 to 2 nodes", f"{SCALING}, {SMALL}"),
+    ("-n 12", "1 node (for -n 12): aurora's default queue prod takes 256 to 10624 nodes", "debug (1 to 2 nodes,"),
+    ("-N 1 --queue debug --chain 2", "--chain 2: aurora's queue debug takes 1 job of a user at a time", SMALL),
+    ("-N 2 --queue capacity --chain 6", "--chain 6: aurora's queue capacity takes 5 jobs of a user at a time", ""),
+]
+
+
+@pytest.mark.parametrize(("words", "says", "others"), REFUSALS)
+def test_refusals_name_queues_that_take_the_job(words: str, says: str, others: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        written("aurora", "--walltime", "1:00:00", "--account", "X", *words.split())
+    assert str(caught.value).startswith(says)
+    assert (f"; a queue that takes it: {others}" if others else "; submit the next when") in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["-N 64 --walltime 24:00:00 --queue debug", "-N 64 --walltime 24:00:00"])
+def test_perlmutters_debug_queue_is_for_short_jobs_of_few_nodes(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        written("perlmutter", "--account", "X", *words.split())
+    nodes, hours = str(caught.value).splitlines()
+    assert re.fullmatch("-N 64: perlmutter's (default )?queue debug takes 1 to 8 nodes", nodes)
+    assert re.search(r"ends jobs after 0.5 h; a queue that takes it: regular \(up to 48 h\), preempt", hours)
+
+
+def test_a_queue_that_the_file_does_not_list_is_a_warning() -> None:
+    words = ["--walltime", "1:00:00", "--account", "X", "--queue"]
+    assert "#SBATCH --qos=interactive" in written("perlmutter", *words, "interactive")
+    assert "#SBATCH --qos=regular_0" in written("perlmutter", *words, "regular_0")
+    assert "#PBS -q R123456" in written("polaris", *words, "R123456"), "a reservation"
+
+    def doubt(site: str, queue: str) -> str:
+        known = site_files.find(site, "", {"HOME": "/nobody"})[0]
+        return limits.doubt(parse(["--submit", *words, queue, "true"]), known)
+
+    assert doubt("perlmutter", "regular_0").startswith(
+        "--queue regular_0: its limits are unknown, so only the scheduler"
+    )
+    assert doubt("perlmutter", "regular_0").endswith("did you mean 'regular'?)")
+    assert "R123456" in doubt("polaris", "R123456")
+    assert (
+        doubt("perlmutter", "debug") == doubt("juwels_booster", "booster,develbooster") == doubt("sunspot", "x") == ""
+    )
+
+
+def test_points_are_counted_before_the_first_is_submitted() -> None:
+    known = site_files.find("aurora", "", {"HOME": "/nobody"})[0]
+    options = parse(["--submit", "--walltime", "1:00:00", "--queue", "capacity", "--chain", "2", "true"])
+    limits.check_points(options, known, 2, "")
+    with pytest.raises(ConfigError, match=r"3 jobs with --chain 2: aurora's queue capacity takes 5 jobs .*; fewer"):
+        limits.check_points(options, known, 3, "fewer")
+
+
+def test_the_doctor_as_a_job() -> None:
+    options = parse(["--submit", "--doctor", "-N", "2", "--walltime", "0:10:00", "--queue", "debug", "--account", "X"])
+    known = site_files.find("polaris", "", {"HOME": "/nobody"})[0]
+    lines = script(options, known, SCHEDULERS["pbs"], ORIGIN, RUN_ID).splitlines()
+    assert "launch -N 2 --doctor" in lines
+    assert "#PBS -l select=2" in lines
+
+
 @pytest.mark.parametrize(("nodes", "hours"), [(91, 2), (92, 6), (183, 6), (184, 12)])
 def test_hours_by_nodes(nodes: int, hours: int) -> None:
     words = ["-N", str(nodes), "--account", "X", "--queue", "batch", "--walltime"]
@@ -474,7 +539,19 @@ def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SubmitError, match=r"(?s)qsub job.sh refused the job \(exit status 9\):\nqsub: no such project"):
         submit(SCHEDULERS["pbs"], "job.sh", 1, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    words = [LAUNCH, "--submit", "--site", "polaris", "--walltime", "1:00:00", "--account", "X", "true"]
+    words = [
+        LAUNCH,
+        "--submit",
+        "--site",
+        "polaris",
+        "--queue",
+        "debug",
+        "--walltime",
+        "1:00:00",
+        "--account",
+        "X",
+        "true",
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2
     assert "launch: qsub: no such project" in done.stderr

@@ -44,3 +44,40 @@ def test_launch_accepts_the_jobs(site: str, capsys: pytest.CaptureFixture[str]) 
         script = capsys.readouterr().out
         assert "PROJECT" in script or "--account" not in job
         assert f"launch {' '.join(words[words.index('-N') : words.index('-N') + 2])}" in script
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_no_two_jobs_at_once_where_a_user_may_have_one(site: str) -> None:
+    known = site_files.load(str(Path(site_files.OWN, f"{site}.yaml")))
+    for block in re.findall(r"```console\n(.*?)```", page(site), re.DOTALL):
+        queues = re.findall(r"^launch --submit -N .* --queue (\S+)", block, re.MULTILINE)
+        assert all(queues.count(name) <= known.queue(name).get("jobs", 2) for name in queues)
+
+
+INTERACTIVE = {
+    "aurora": "qsub -I -A PROJECT -q debug -l select=1 -l walltime=0:30:00 -l filesystems=home:flare -l place=scatter",
+    "perlmutter": "salloc --account=PROJECT --qos=interactive --nodes=1 --time=0:30:00 --ntasks-per-node=4 "
+    "--cpus-per-task=32 --gpus-per-node=4 --constraint=gpu",
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_command_for_an_interactive_job_is_complete(site: str) -> None:
+    (line,) = dict.fromkeys(re.findall(r"^(?:qsub -I|salloc) .*$", page(site), re.MULTILINE))
+    assert line == INTERACTIVE.get(site, line)
+    known = site_files.load(str(Path(site_files.OWN, f"{site}.yaml")))
+    assert ("PROJECT" in line) == bool(known.submit.get("account_needed"))
+    assert known.submit.get("filesystems", "") in line
+    tutorial = (ROOT / "docs/tutorials/two_nodes.md").read_text()
+    assert (line in tutorial) == (site in ("aurora", "juwels_booster", "perlmutter", "polaris"))
+
+
+def test_the_snippet_with_nccls_plugin_is_a_site_file() -> None:
+    import yaml
+
+    (block,) = re.findall(r"^ *```yaml\n(.*?)^ *```", page("polaris"), re.MULTILINE | re.DOTALL)
+    given, own = yaml.safe_load(block), yaml.safe_load(Path(site_files.OWN, "polaris.yaml").read_text())
+    assert site_files.mistakes({**own, **given}) == []
+    assert given["modules"][:-1] == own["modules"], "the plugin's libraries come after the modules'"
+    assert given["env"].items() >= {"TMPDIR": own["env"]["TMPDIR"]}.items()
+    assert given["env"].keys() >= own["env"].keys()

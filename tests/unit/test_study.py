@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,6 +290,18 @@ def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path, monkey
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"exit_reason": "finished"}')
     assert run() == ["done", ""]
+
+
+@pytest.mark.usefixtures("_sbatch")
+def test_more_points_than_a_queue_takes_are_refused_before_the_first_is_submitted(tmp_path: Path) -> None:
+    launch = "--launch=--site aurora --queue debug --walltime 0:10:00 --account A -N 1 --no-freeze"
+    with opened(tmp_path / "out") as file:
+        study = runner.Runner(file, arguments(tmp_path / "out", "--submit", launch), lambda point, run: {"speed": 3})
+        with pytest.raises(
+            ConfigError, match=r"2 jobs: aurora's queue debug takes 1 job of a user .* as one job: launch"
+        ):
+            study.run([A, replace(A, name="b")])
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.usefixtures("_sbatch")

@@ -280,6 +280,15 @@ def test_points_are_submitted_one_per_job_or_several(
     assert not (tmp_path / "outputs").exists()
 
 
+def test_more_points_than_a_queue_takes_are_refused_before_the_first_is_submitted(
+    command: list[str], tmp_path: Path
+) -> None:
+    options = {"np": 2, "submit": True, "walltime": "0:10:00", "queue": "debug", "args": "--site aurora --account A"}
+    with pytest.raises(grid.ConfigError, match=r"2 jobs: aurora's queue debug takes 1 job .*points_per_job=N"):
+        sweep(command, "1", "2", **options)
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_job_of_several_points_has_their_nodes() -> None:
     def size(count: int, *words: str, **options: Any) -> tuple[int | None, int | None]:
         done = together(LauncherOptions(**options), parse([*words, "x"]), UNKNOWN, count)

@@ -67,7 +67,7 @@ def _launch(options: Options) -> int:
         )
     if options.info:
         return _info(options)
-    if options.doctor:
+    if options.doctor and not options.submit:  # with it, the job is the doctor's
         from wordrun.launch import doctor
 
         return doctor.main(options)

@@ -1,4 +1,4 @@
-"""The job script of ``launch --submit``: its text, and what keeps one from being written."""
+"""The text of the job script of ``launch --submit``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from wordrun.errors import REQUEUE, ConfigError, nearest
-from wordrun.launch import points
+from wordrun.errors import REQUEUE, ConfigError
+from wordrun.launch import limits, points
 from wordrun.launch.freeze import Frozen
 from wordrun.launch.parser import INNER
 from wordrun.launch.request import Options, seconds
-from wordrun.launch.schedulers.base import Scheduler, node_count
+from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 
 # Default --walltime-margin for wordrun: MARGIN_S seconds, but at most 1/MARGIN_PART of the walltime.
@@ -53,7 +53,7 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
     Raises:
         ConfigError: names every option that is missing or that the site does not allow.
     """
-    problems = _problems(options, site, scheduler)
+    problems = limits.problems(options, site, scheduler)
     if problems:
         raise ConfigError("\n".join(problems))
     options = replace(options, walltime_margin=margin(options))
@@ -138,7 +138,8 @@ def _ending(options: Options, scheduler: Scheduler) -> list[str]:
 
 def inner(options: Options, scheduler: Scheduler) -> list[str]:
     """Return the launch command that the script runs: with all options except the submission's."""
-    return ["launch", *passed_on(options, scheduler), "--", *options.command]
+    checks = ["--doctor"] if options.doctor else []
+    return ["launch", *passed_on(options, scheduler), *checks, *(["--", *options.command] if options.command else [])]
 
 
 def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
@@ -157,48 +158,3 @@ def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
             text = f"{value:.15g}" if isinstance(value, float) else f"{value}"
             words += [option.names[0], shlex.join(value) if isinstance(value, tuple) else text]
     return words
-
-
-def _problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    np, nodes, ppn, queue = options.np, node_count(options, site), options.ppn, site.queue(options.queue)
-    least, most = queue.get("nodes", (1, nodes))
-    asked = f"-N {nodes}" if options.nodes else f"{nodes} nodes (for -n {np})"
-    hours, jobs = queue.get("hours", float("inf")), "jobs"
-    if isinstance(hours, Mapping):
-        hours = next((limit for size, limit in sorted(hours.items()) if nodes <= size), float("inf"))
-        jobs = f"jobs of {nodes} node{'s' * (nodes > 1)}"
-    too_long = options.walltime and seconds(options.walltime) > 3600 * hours
-    # The list of queues may be outdated: reject only likely misspellings, and let the scheduler decide.
-    hint = nearest(options.queue, site.queues) if options.queue and options.queue not in site.queues else ""
-    named = f"{site.name}'s queue {options.queue}"
-    uneven = f"-n {np} on {nodes} nodes contradicts --ppn {ppn}; omit one of -n, -N and --ppn"
-    checks = (
-        (options.walltime is None, "--submit needs --walltime H:MM:SS"),
-        # Otherwise the launch inside the job would refuse it, perhaps after hours in the queue.
-        (np and ppn and np != nodes * ppn, uneven),
-        (site.submit.get("account_needed") and not options.account, f"--submit on {site.name} needs --account PROJECT"),
-        (site.submit.get("queue_needed") and not options.queue, f"--submit on {site.name} needs --queue NAME"),
-        (hint, f"--queue {options.queue} is not one of {site.name}'s {', '.join(site.queues)}{hint}"),
-        (not least <= nodes <= most, f"{asked}: {named} takes {least} to {most} nodes"),
-        (too_long, f"--walltime {options.walltime}: {named} ends {jobs} after {hours} h"),
-    )
-    refused = list(points.problems(options))
-    return [problem for wrong, problem in checks if wrong] + refused + _part_of_a_node(options, site, scheduler)
-
-
-def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
-    """Return errors for --gpus and --cores that the site does not allow."""
-    problems = []
-    for name, asked, has, what, resource in (
-        ("--gpus", options.gpus, site.devices, "GPUs", "gpu"),
-        ("--cores", options.cores, site.cores, "cores", "cpus"),
-    ):
-        if asked is None or asked == has:
-            continue
-        fixed = scheduler.fixed(site, site.queue(options.queue), resource)
-        if has is not None and asked > has:
-            problems.append(f"{name} {asked}: a node of {site.name} has {has or 'no'} {what}")
-        elif fixed:
-            remedy = f"leave {name} out, or change it in a file of your own (--site FILE)"
-            problems.append(f"{name} {asked}: the file of {site.name} says {fixed}; {remedy}")
-    return problems

@@ -60,8 +60,12 @@ class Site:
     """For job scripts: filesystems, select (empty: full nodes, without resource requests), account_needed,
     queue_needed, queue_option, directives."""
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By name: nodes [least, most], hours (or {most nodes: hours}), rerunnable, and device_per_rank if jobs request
-    devices individually."""
+    """By name: nodes [least, most], hours (or {most nodes: hours}), jobs (how many of one user, waiting or running),
+    rerunnable, and device_per_rank if jobs request devices individually."""
+    default_queue: str = ""
+    """The queue of jobs that name none; empty: unknown."""
+    all_queues: bool = False
+    """Whether ``queues`` has all of them: then a name that resembles one of them is refused."""
 
     @property
     def internet_access(self) -> str:
@@ -80,8 +84,8 @@ class Site:
         return any(name in env and re.search(pattern, env[name]) for name, pattern in patterns.items())
 
     def queue(self, name: str | None) -> Mapping[str, Any]:
-        """Return the limits of a queue; empty: unknown."""
-        return self.queues.get(name or "", {})
+        """Return the limits of a queue, by default of the default one; empty: unknown."""
+        return self.queues.get(name or self.default_queue, {})
 
 
 UNKNOWN = Site()

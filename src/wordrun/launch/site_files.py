@@ -209,10 +209,13 @@ SHAPES: dict[str, Any] = {
         ANY: {
             "nodes": _should("[least, most] nodes, such as [1, 2]", _is_range),
             "hours": _should("a number above 0, or {most nodes: hours, ...}", _is_limit),
+            "jobs": FROM_1,
             "rerunnable": FLAG,
             "device_per_rank": FLAG,
         }
     },
+    "default_queue": TEXT,
+    "all_queues": FLAG,
 }
 
 
@@ -261,6 +264,9 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     near, devices = values.get("cores_near_device"), values.get("devices")
     if near and devices is not None and len(near) != devices:
         problems.append(f"cores_near_device: {len(near)} entries for devices: {devices}; each device needs its own")
+    default, queues = values.get("default_queue"), values.get("queues", {})
+    if default and queues and default not in queues:
+        problems.append(f"default_queue: {default} is not one of queues{nearest(default, queues)}")
     if not SCHEDULERS[scheduler].fills_directives:
         for text in values.get("submit", {}).get("directives", ()):
             if "{" in text:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from wordrun.errors import ConfigError, UserError
 from wordrun.files import why
-from wordrun.launch import planner, points, site_files
+from wordrun.launch import limits, planner, points, site_files
 from wordrun.launch.freeze import Frozen, describe, freeze
 from wordrun.launch.job_script import Origin, script
 from wordrun.launch.request import Options
@@ -140,8 +140,10 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
     options = replace(options, site=own or options.site)
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
     origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", frozen, os.environ)
+    warning = "" if run_id else limits.doubt(options, site)  # those of a sweep's points have been told once
     run_id = run_id or planner.exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
+    say(warning)
     name = job_path(options.job_name)
     if not options.dry_run:
         write(f"{name}.sh", text)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wordrun.errors import UserError
-from wordrun.launch import site_files
+from wordrun.launch import limits, site_files
 from wordrun.launch.parser import parse
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler
@@ -22,6 +22,24 @@ def named(launch: Sequence[str], point: str) -> list[str]:
     """Return the options ``launch`` with those that submit a point, whose job has its name unless they name it."""
     asked = any(word.partition("=")[0] == "--job-name" for word in launch)
     return [*launch, "--submit", *([] if asked else ["--job-name", re.sub(r"[^\w.+-]", "-", point)])]
+
+
+def check(launches: Sequence[Sequence[str]], waiting: int) -> None:
+    """Refuse more jobs than a queue takes, before the first is submitted.
+
+    Args:
+        launches: the options of launch for each point.
+        waiting: how many jobs of earlier calls wait or run.
+
+    Raises:
+        ConfigError: names the queue and its limit.
+    """
+    parsed = [parse([*launch, "--", "wordrun"]) for launch in launches]
+    remedy = "or submit the study as one job: launch --submit ... -- wordrun study ... without its own --submit"
+    for queue in dict.fromkeys(options.queue for options in parsed):
+        options = [each for each in parsed if each.queue == queue]
+        site, _ = site_files.find(options[0].site, socket.gethostname(), os.environ)
+        limits.check_points(options[0], site, waiting + len(options), remedy)
 
 
 def submit(point: str, command: Sequence[str], env: Mapping[str, str]) -> str:

@@ -163,6 +163,8 @@ class Runner:
         todo = [point for point in points if not self._settled(point)]
         LOGGER.info("%d points, %d of them to run; results in %s", len(points), len(todo), self.file.path)
         if self.args.submit:
+            states = [self.file.rows.get(point.name, {}).get("state") for point in points if point not in todo]
+            jobs.check([self._submission(point) for point in todo], states.count(SUBMITTED))
             for point in todo:
                 self._submit(point)
         elif todo:

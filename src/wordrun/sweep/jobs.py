@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wordrun.errors import ConfigError
-from wordrun.launch import site_files, submit as launch_submit
+from wordrun.launch import limits, site_files, submit as launch_submit
 from wordrun.launch.freeze import describe
 from wordrun.launch.parser import parse
 from wordrun.launch.request import Options
@@ -37,6 +37,10 @@ def submit(sweep: Sweep, points: Sequence[Point]) -> int:
     size = sweep.options.points_per_job
     chunks = [points[start : start + size] for start in range(0, len(points), size)]
     first = job(sweep, chunks[0])  # reports what is wrong with the options before anything is written
+    known, _ = site_files.find(first.site, socket.gethostname(), os.environ)
+    left_jobs = len({sweep.jobs[str(point.number)] for point in left})
+    remedy = "hydra.launcher.points_per_job=N puts N points into a job"
+    limits.check_points(first, known, left_jobs + len(chunks), remedy)
     launch_submit.send(replace(first, dry_run=True))
     sweep.save()
     frozen = None if first.no_freeze else launch_submit.freeze_for(launch_submit.job_path("sweep"))

@@ -1,0 +1,154 @@
+"""What a site and its queues allow, checked before a job is submitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from wordrun.errors import ConfigError, nearest
+from wordrun.launch import points as of_points
+from wordrun.launch.request import Options, seconds
+from wordrun.launch.schedulers.base import Scheduler, node_count
+from wordrun.launch.site import Site
+
+MOST_NAMED = 3
+"""Queues that a message suggests."""
+
+
+def problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
+    """Return an error for each option that is missing or that the site does not allow."""
+    np, nodes, ppn = options.np, node_count(options, site), options.ppn
+    uneven = f"-n {np} on {nodes} nodes contradicts --ppn {ppn}; omit one of -n, -N and --ppn"
+    name, known = options.queue or "", ", ".join(site.queues)
+    misspelled = nearest(name, site.queues) if site.all_queues and name and name not in site.queues else ""
+    checks = (
+        (options.walltime is None, "--submit needs --walltime H:MM:SS"),
+        # Otherwise the launch inside the job would refuse it, perhaps after hours in the queue.
+        (np and ppn and np != nodes * ppn, uneven),
+        (site.submit.get("account_needed") and not options.account, f"--submit on {site.name} needs --account PROJECT"),
+        (site.submit.get("queue_needed") and not options.queue, f"--submit on {site.name} needs --queue NAME"),
+        (misspelled, f"--queue {name} is not one of {site.name}'s {known}{misspelled}"),
+        (jobs := too_many(options, site), jobs),
+    )
+    found = [problem for wrong, problem in checks if wrong] + list(of_points.problems(options))
+    return found + _of_queue(options, site, nodes) + _part_of_a_node(options, site, scheduler)
+
+
+def doubt(options: Options, site: Site) -> str:
+    """Return a warning about a queue that is not in the site's file, which may be outdated; empty: there is none."""
+    names = (options.queue or "").split(",")
+    name = next((name for name in names if name and name not in site.queues), "")
+    if not name or not site.queues:
+        return ""
+    known = f"{site.name}'s file has {', '.join(site.queues)}{nearest(name, site.queues)}"
+    return f"--queue {name}: its limits are unknown, so only the scheduler checks them ({known})"
+
+
+def too_many(options: Options, site: Site, points: int = 1) -> str:
+    """Return an error if the queue takes fewer jobs of one user; empty: it takes them, or its limit is unknown.
+
+    Args:
+        options: of each submission.
+        site: the cluster.
+        points: how many submissions there are.
+    """
+    wanted, limit = points * options.chain, site.queue(options.queue).get("jobs")
+    if limit is None or wanted <= limit:
+        return ""
+    chain = f"--chain {options.chain}" if options.chain > 1 else ""
+    asked = " with ".join(filter(None, (f"{points} jobs" if points > 1 else "", chain)))
+    nodes, hours = node_count(options, site), _hours(options)
+    able = [name for name, queue in site.queues.items() if queue.get("jobs", wanted) >= wanted]
+    others = _others(site, able, nodes, hours)
+    takes = f"takes {limit} job{'s' * (limit > 1)} of a user at a time, waiting and running"
+    return f"{asked}: {_named(options, site)} {takes}{others or '; submit the next when one has ended'}"
+
+
+def check_points(options: Options, site: Site, points: int, remedy: str) -> None:
+    """Refuse to submit more points as jobs than the queue takes, before the first is submitted.
+
+    Raises:
+        ConfigError: names the queue, its limit and ``remedy``.
+    """
+    if problem := too_many(options, site, points):
+        raise ConfigError(f"{problem}; {remedy}")
+
+
+def _of_queue(options: Options, site: Site, nodes: int) -> list[str]:
+    """Return errors for more or fewer nodes, or a longer time, than the queue allows."""
+    queue, hours, named = site.queue(options.queue), _hours(options), _named(options, site)
+    least, most = queue.get("nodes", (1, nodes))
+    count = f"{nodes} node{'s' * (nodes > 1)}"
+    asked = (
+        f"-N {nodes}" if options.nodes else f"{count} (for -n {options.np})" if options.np else f"{count}, without -N"
+    )
+    jobs = f"jobs of {count}" if isinstance(queue.get("hours"), Mapping) else "jobs"
+    ends = _longest(queue, nodes)
+    found = []
+    if not least <= nodes <= most:
+        found.append(f"{asked}: {named} takes {' to '.join(map(str, dict.fromkeys((least, most))))} nodes")
+    if hours > ends:
+        found.append(f"--walltime {options.walltime}: {named} ends {jobs} after {ends:g} h")
+    if found:
+        found[-1] += _others(site, site.queues, nodes, hours)
+    return found
+
+
+def _others(site: Site, names: Iterable[str], nodes: int, hours: float) -> str:
+    """Return which of the queues ``names`` take a job, in words to append to an error; empty: none is known to."""
+    able = [name for name in names if _fits(site.queues[name], nodes, hours)]
+    limits = ((name, _in_words(site.queues[name])) for name in able[:MOST_NAMED])
+    described = ", ".join(f"{name} ({words})" if words else name for name, words in limits)
+    return f"; a queue that takes it: {described}" if able else ""
+
+
+def _named(options: Options, site: Site) -> str:
+    if options.queue:
+        return f"{site.name}'s queue {options.queue}"
+    return f"{site.name}'s default queue {site.default_queue}"
+
+
+def _hours(options: Options) -> float:
+    return seconds(options.walltime) / 3600 if options.walltime else 0.0
+
+
+def _longest(queue: Mapping[str, Any], nodes: int) -> float:
+    """Return how many hours a queue gives to a job."""
+    hours = queue.get("hours", math.inf)
+    if isinstance(hours, Mapping):
+        hours = next((limit for size, limit in sorted(hours.items()) if nodes <= size), math.inf)
+    return float(hours)
+
+
+def _fits(queue: Mapping[str, Any], nodes: int, hours: float) -> bool:
+    """Return whether a queue with known limits takes a job."""
+    least, most = queue.get("nodes", (1, nodes))
+    return bool(queue) and least <= nodes <= most and hours <= _longest(queue, nodes)
+
+
+def _in_words(queue: Mapping[str, Any]) -> str:
+    least, most = queue.get("nodes", (0, 0))
+    nodes = f"{least} to {most} nodes" if most > 1 else "1 node" if most else ""
+    hours = queue.get("hours")
+    longest = max(hours.values()) if isinstance(hours, Mapping) else hours
+    jobs = f"{queue['jobs']} job{'s' * (queue['jobs'] > 1)} of a user" if "jobs" in queue else ""
+    return ", ".join(filter(None, (nodes, f"up to {longest} h" if longest else "", jobs)))
+
+
+def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
+    """Return errors for --gpus and --cores that the site does not allow."""
+    found = []
+    for name, asked, has, what, resource in (
+        ("--gpus", options.gpus, site.devices, "GPUs", "gpu"),
+        ("--cores", options.cores, site.cores, "cores", "cpus"),
+    ):
+        if asked is None or asked == has:
+            continue
+        fixed = scheduler.fixed(site, site.queue(options.queue), resource)
+        if has is not None and asked > has:
+            found.append(f"{name} {asked}: a node of {site.name} has {has or 'no'} {what}")
+        elif fixed:
+            remedy = f"leave {name} out, or change it in a file of your own (--site FILE)"
+            found.append(f"{name} {asked}: the file of {site.name} says {fixed}; {remedy}")
+    return found
