@@ -732,6 +732,8 @@ class DDPConfig(BackendConfig):
     """Let gradients be views into the buckets, which saves a copy (memory and time)."""
     static_graph: bool = False
     """Tell DDP that the graph never changes, which enables optimizations; requires one micro-step per step."""
+    find_unused_parameters: bool = False
+    """Allow steps in which some parameters get no gradient, for which DDP searches the graph of each step."""
     compress: str = "none"
     """Gradient compression for the all-reduce: none, or bf16 (half the traffic)."""
 
@@ -744,6 +746,12 @@ class DDPConfig(BackendConfig):
         """Return what is wrong with these options alone."""
         yield from positive("backend", self, "bucket_cap_mb")
         yield from one_of("backend.compress", self.compress, ["none", "bf16"])
+        if self.find_unused_parameters and self.static_graph:
+            yield (
+                "backend.static_graph=true finds unused parameters by itself, in the first step: omit "
+                "backend.find_unused_parameters=true; if other parameters are unused in other steps, omit "
+                "backend.static_graph=true"
+            )
 
 
 @dataclass

@@ -108,6 +108,7 @@ PAGES = {
     "wordrun.backend.deepspeed": "backends.md#deepspeed",
     "wordrun.backend.float8": "speed.md#float8",
     "wordrun.backend.pipeline": "backends.md#pipelines",
+    "wordrun.backend.unused": "backends.md#parameters-without-a-gradient",
     "wordrun.bandwidth": "backends.md#how-fast-do-the-ranks-communicate",
     "wordrun.checkpoint": "checkpoints.md#what-a-checkpoint-contains",
     "wordrun.checkpoint.folder.choose": "checkpoints.md#resuming",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ PARTS = """
 import wordrun
 
 wordrun.register("model", "net", "net:NetConfig", "net:Net")
+wordrun.register("model", "spare", "net:SpareConfig", "net:Spare")
 wordrun.register("model", "writer", "net:WriterConfig", "net:Writer")
 wordrun.register("model", "direct", "net:DirectConfig", "net:Direct")
 wordrun.register("model", "picture_net", "pictures:PictureNetConfig", "net:Net")
@@ -72,6 +74,27 @@ class Direct(nn.Module):
     def losses(self, batch):
         assert str(batch.inputs.dtype) == "torch.float32"  # like targets that are real numbers
         return F.cross_entropy(self.head(batch.inputs.flatten(1)), batch.targets, reduction="none")
+
+
+@dataclass
+class SpareConfig(NetConfig):
+    """A network with a layer that is never used, and one that only images of two classes use."""
+
+    name: str = "spare"
+
+
+class Spare(Net):
+    def __init__(self, cfg, shape, classes):
+        super().__init__(cfg, shape, classes)
+        self.aux = nn.Linear(3, 3)
+        self.rare = nn.Linear(64, classes)
+
+    def losses(self, batch):
+        logits = self(batch.inputs).float()
+        few = batch.targets < 2
+        if few.any():
+            logits[few] += self.rare(batch.inputs[few].flatten(1))
+        return F.cross_entropy(logits, batch.targets, reduction="none")
 
 
 @dataclass
@@ -156,6 +179,8 @@ SMALL = [
     "optimizer.warmup_iters=1", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 TEXT = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
+# In some micro-steps of two images, a rank does not use all layers.
+SPARE = ["model=spare", *SMALL[1:]]
 SCRIPT = """
 import json, sys
 import wordrun
@@ -186,11 +211,16 @@ def figures(run: str) -> list[float]:
     return [line[key] for line in lines for key in ("loss", "grad_norm", "val_loss", "val_right") if key in line]
 
 
-ONE = {"one": [*SMALL, "model.batch_size=16"], "text-one": [*TEXT, "model.batch_size=16"]}
+ONE = {
+    "one": [*SMALL, "model.batch_size=16"],
+    "spare-one": [*SPARE, "model.batch_size=16"],
+    "text-one": [*TEXT, "model.batch_size=16"],
+}
 TWO = {
     "ddp": [*SMALL, "train.backend=DDP", "model.batch_size=4", "train.checkpoint_interval=2"],
     "fsdp": [*SMALL, "train.backend=FSDP", "model.batch_size=8"],
     "again": [*SMALL, "train.backend=FSDP", "model.batch_size=8", "train.resume=ddp/checkpoints/step-00000002"],
+    "spare-ddp": [*SPARE, "train.backend=DDP", "model.batch_size=2", "backend.find_unused_parameters=true"],
     "text-ddp": [*TEXT, "train.backend=DDP", "model.batch_size=4"],
     "text-fsdp": [*TEXT, "train.backend=FSDP", "model.batch_size=8"],
     "text-fsdp-bf16": [*TEXT, "train.backend=FSDP", "model.batch_size=8", "train.dtype=bf16"],
@@ -209,14 +239,27 @@ def test_ranks_train_it_like_one_process_and_generate_the_same(ranks: Command) -
         done = ranks(size, "script.py", json.dumps(words), under="fork", timeout=150)
         assert done.returncode == 0, done.stdout + done.stderr
     assert len(figures("one")) == 12
+    assert figures("spare-one") != figures("one")
     for name in TWO:
         if name.startswith("direct"):
             continue
-        one = "text-one" if name.startswith("text") else "one"
         near = 0.05 if "bf16" in TWO[name][-1] else 1e-5
+        one = next((f"{kind}-one" for kind in ("text", "spare") if name.startswith(kind)), "one")
         assert figures(name) == pytest.approx(figures(one), rel=near), name
         if one == "text-one" and near < 0.01:
             assert Path(name, "samples.txt").read_text() == Path("text-one/samples.txt").read_text()
+
+
+def test_ddp_names_parameters_without_a_gradient(ranks: Command) -> None:
+    words = [*SPARE, "train.backend=DDP", "model.batch_size=8", "hydra.run.dir=run"]
+    done = ranks(2, "script.py", json.dumps([words]), under="fork", timeout=60)
+    assert done.returncode == 1
+    assert re.search(
+        r"model=spare \(\S+parts.py:5\): aux.weight, aux.bias got no gradient in step 1: remove them, freeze them "
+        r"\(requires_grad=False\), or use backend.find_unused_parameters=true\n",
+        done.stderr,
+    )
+    assert "Expected to have finished reduction" not in done.stderr
 
 
 def test_what_it_does_not_say_is_refused_and_not_estimated(command: Command) -> None:

@@ -90,6 +90,11 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
             4,
             "backend.static_graph=true reduces gradients in every backward pass",
         ),
+        (
+            ["backend.static_graph=true", "backend.find_unused_parameters=true"],
+            4,
+            "backend.static_graph=true finds unused parameters by itself, in the first step: omit",
+        ),
         (["backend.compress=fp16"], 4, "backend.compress=fp16 should be one of none, bf16"),
         (["train.activation_checkpointing=some"], 4, "train.activation_checkpointing=some should be one of"),
         (["train.activation_checkpointing=0"], 4, "train.activation_checkpointing=0 should be one of"),

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import wordrun
 from wordrun import generate
 from wordrun.backend.split import check_shared
+from wordrun.backend.unused import Unused, UnusedError
 from wordrun.checkpoint.saved import find
 from wordrun.config import (
     Config,
@@ -123,6 +125,42 @@ def test_blocks_that_share_a_parameter_cannot_be_sharded_one_by_one(own: Any) ->
     model = new_model(own(Net).model, shape=(1, 8, 8), classes=10)
     with pytest.raises(ConfigError, match=r"Net.blocks.0.bias and blocks.1.bias are the same parameter"):
         check_shared(model)
+
+
+class Idle(Net):
+    """A network with a layer that it does not use, and a frozen one."""
+
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__(cfg, shape, classes)
+        self.aux = nn.Linear(3, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+
+def test_parameters_without_a_gradient_are_named_once(own: Any) -> None:
+    said = "model=net (mine/parts.py:3): aux.weight, aux.bias got no gradient in step 1, and a step does not change"
+    trained(own(Idle))
+    assert [said in line for line in Path("run/log.txt").read_text().splitlines() if "gradient" in line] == [True]
+    trained(own(Idle, "backend.find_unused_parameters=true", "hydra.run.dir=told"))
+    assert "gradient" not in Path("told/log.txt").read_text()
+
+
+def test_torchs_error_about_the_step_before_is_translated(own: Any) -> None:
+    """A layer that the last micro-step alone does not use has a gradient, so that only torch notices."""
+    cfg = own(Idle)
+    model = new_model(cfg.model, shape=(1, 8, 8), classes=10)
+    unused = Unused(cfg, 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replica = nn.parallel.DistributedDataParallel(materialize(model, 1, "cpu"))
+        replica.module.forward = lambda images: model.head(images.flatten(1)) * model.scale.mean()
+        replica(torch.ones(1, 1, 8, 8)).sum().backward()
+        with pytest.raises(UnusedError) as caught, unused.named(model):
+            replica(torch.ones(1, 1, 8, 8))
+    finally:
+        dist.destroy_process_group()
+    caught.value.in_step(3)
+    names = "blocks.0.weight, blocks.0.bias, blocks.1.weight, aux.weight, aux.bias got no gradient"
+    assert f"model=net (mine/parts.py:3): {names} in the last micro-step of step 2: remove" in str(caught.value)
 
 
 class NoForward(nn.Module):

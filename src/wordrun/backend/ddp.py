@@ -40,6 +40,8 @@ class DDPBackend(NativeBackend):
         super().__init__(spec, [model])
         # A single process has nothing to average.
         self.replica = None if self.alone else self._replicate(spec, options, model)
+        if not (self.alone or options.find_unused_parameters or options.static_graph):
+            self.unused.require_all()  # DDP averages a bucket of gradients when it has all of them
 
     def _replicate(self, spec: BackendSpec, options: DDPConfig, model: Model) -> DistributedDataParallel:
         """Return the wrapper that averages the gradients of ``model`` over the ranks."""
@@ -48,7 +50,7 @@ class DDPBackend(NativeBackend):
             replica = DistributedDataParallel(
                 model, process_group=self.group, bucket_cap_mb=options.bucket_cap_mb,
                 gradient_as_bucket_view=options.gradient_as_bucket_view, static_graph=options.static_graph,
-                **compat.without_buffer_broadcast(),
+                find_unused_parameters=options.find_unused_parameters, **compat.without_buffer_broadcast(),
             )  # fmt: skip
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
@@ -56,7 +58,9 @@ class DDPBackend(NativeBackend):
         elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI's has all ranks
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
             replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
-        if not options.static_graph:  # torch records a static graph in the first pass, so that must be a real one
+        # torch records a static graph in the first pass, so that must be a real one, and where it looks for unused
+        # parameters, it keeps the first buckets.
+        if not (options.static_graph or options.find_unused_parameters):
             compat.settle_buckets(replica)
         return replica
 
@@ -67,7 +71,8 @@ class DDPBackend(NativeBackend):
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
         """Return the mean loss of ``batch``; gradients are averaged in the backward pass of the last micro-step."""
         # Calling the model directly accumulates gradients on this rank only.
-        return self.forward_losses(batch, self.replica if last else None).mean()
+        with self.unused.named(self.parts[0]):
+            return self.forward_losses(batch, self.replica if last else None).mean()
 
     def close(self) -> None:
         """Release the reducer while the process group has other references."""

@@ -21,6 +21,7 @@ from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, s
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import average, clip, full, local
 from wordrun.backend.transforms import compile_model, compile_options
+from wordrun.backend.unused import Unused
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
@@ -63,6 +64,7 @@ class NativeBackend:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.adapts = bool(spec.cfg.lora_rank)
+        self.unused = Unused(spec.cfg, spec.step, inner=self.on_islands)
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
         self.clock: Stopwatch | None = None
@@ -103,6 +105,7 @@ class NativeBackend:
         A step with non-finite gradients is skipped, and buffers become what they were, if they were ``kept``.
         """
         self.complete_gradients()
+        self.unused.check(self.named_parameters(once=True))
         clock.lap("communication")
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wordrun import compat, dist
+from wordrun.backend.unused import UnusedError
 from wordrun.config import SEVERAL, Config, TrainConfig, parts_in, value_text
 from wordrun.dist import watch
 from wordrun.dist.collectives import first_text
@@ -143,10 +144,13 @@ def load_parts(cfg: Config, rank: int) -> dict[str, Hook]:
 
 
 @contextlib.contextmanager
-def explained(train: TrainConfig) -> Iterator[None]:
-    """Within the ``with`` block of a step, name the option of ``train`` that causes an error in torch."""
+def explained(train: TrainConfig, step: int) -> Iterator[None]:
+    """Within the ``with`` block of a ``step``, name the option of ``train`` that causes an error in torch."""
     try:
         yield
+    except UnusedError as error:
+        error.in_step(step)
+        raise
     except Exception as error:
         if train.deterministic and rng.has_no_deterministic_algorithm(error):
             raise UserError(

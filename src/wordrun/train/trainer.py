@@ -209,7 +209,7 @@ class Trainer(Training):
         self.meter.clock.lap("hooks")  # and whatever else happens between steps
         batches = self._micro_batches()
         self.meter.clock.lap("data")
-        with explained(self.cfg.train):
+        with explained(self.cfg.train, self.step + 1):
             return self.backend.train_step(batches, lr, self.meter.clock)
 
     def _micro_batches(self) -> list[Batch]:
