@@ -61,7 +61,7 @@ register("metrics", "top5", "wordrun.config:TopKConfig", "wordrun.train.measures
 
 register("hooks", "early_stop", "wordrun.config:EarlyStopConfig", "wordrun.train.hooks.early_stop:EarlyStop")
 register("hooks", "ema", "wordrun.config:EMAConfig", "wordrun.train.hooks.ema:EMA")
-register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:Statistics")
+register("hooks", "statistics", "wordrun.config:StatisticsConfig", "wordrun.train.hooks.statistics:statistics")
 register("hooks", "coordinates", "wordrun.config:CoordinatesConfig", "wordrun.train.hooks.coordinates:Coordinates")
 register("hooks", "spikes", "wordrun.config:SpikesConfig", "wordrun.train.hooks.spikes:Spikes")
 register("hooks", "lr_range", "wordrun.config:LRRangeConfig", "wordrun.train.hooks.lr_range:LRRange")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +198,45 @@ def test_statistics_are_those_of_the_gradients_and_the_activations(small: Words,
     assert all(len(block._forward_hooks) <= 1 for block in trainer.backend.parts[0].blocks.values()), "only the test's"
     train(small(*words), tmp_path / "without")
     assert series(tmp_path / "run", "loss") == series(tmp_path / "without", "loss")
+
+
+class Norms(Hook):
+    """Keeps the norm of all gradients in each step."""
+
+    def __init__(self) -> None:
+        self.setups, self.norms = 0, dict[int, float]()
+
+    def setup(self, trainer: Any) -> None:
+        self.setups += 1
+
+    def on_gradients(self, trainer: Any) -> None:
+        squares = [p.grad.square().sum() for part in trainer.backend.parts for p in part.parameters()]
+        assert trainer.step + 1 not in self.norms, "called twice"
+        self.norms[trainer.step + 1] = torch.stack(squares).sum().sqrt().item()
+
+    def after_step(self, trainer: Any) -> None:
+        assert all(p.grad is None for p in trainer.backend.parts[0].parameters())
+        assert list(self.norms) == list(range(trainer.start.step + 1, trainer.step + 1))
+
+
+def test_a_hook_reads_the_complete_gradients_before_they_are_clipped(small: Words, tmp_path: Path) -> None:
+    words = [*STEPS, "optimizer.grad_clip=0.01", "optimizer.gas=2", "train.checkpoint_interval=4"]
+    norms = Norms()
+    reference = weakref.ref(train(small(*words, "train.max_iters=4"), tmp_path / "run", norms))
+    assert list(norms.norms.values()) == pytest.approx(series(tmp_path / "run", "grad_norm"), rel=1e-4)
+    gc.collect()
+    assert reference() is None, "the backend's finalizer keeps the trainer"
+    train(small(*words, "train.max_iters=4"), tmp_path / "without")
+    resumed = Norms()
+    train(small(*words, "train.resume=auto"), tmp_path / "without", resumed)
+    assert (resumed.setups, list(resumed.norms)) == (2, [5, 6, 7, 8])
+
+
+def test_an_engine_that_has_the_gradients_refuses_hooks_that_read_them() -> None:
+    trainer: Any = Namespace(backend=object(), cfg=wordrun.compose(["train.backend=deepspeed"]))
+    HookSet([], {}, [Note()], Outputs()).attach(trainer)
+    with pytest.raises(ConfigError, match=r"hooks=\[Norms\] cannot read the weights and gradients of train\.backend="):
+        HookSet([], {}, [Norms()], Outputs()).attach(trainer)
 
 
 # Spikes

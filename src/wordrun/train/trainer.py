@@ -152,6 +152,7 @@ class Trainer(Training):
         self.failed_hooks = FailedHooks(self)
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
+        self.hooks.attach(self)
         self.start = resume.resume(self, self.start)
         on_disk = self.start.newest if self.start.memory else self.step
         written = on_disk if self.start.source == self.run.path else -1

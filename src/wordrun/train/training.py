@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,34 +19,12 @@ from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.log import LOGGER, LogHandle
-from wordrun.plan.shapes import ModelShapes
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run, Start
 from wordrun.train.schedule import checked_rate
 from wordrun.train.state import TrainState
-
-
-class TaskProtocol(Protocol):
-    """What checkpoints and the start of a run need from a task."""
-
-    unit: str
-    """What the examples are called."""
-
-    def fixed(self) -> dict[str, Any]:
-        """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
-
-    def manifest(self, position: int) -> dict[str, Any]:
-        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what run.json says about the data and the model."""
-
-    def shapes(self) -> ModelShapes | None:
-        """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
-
-    def announce(self, examples: int) -> None:
-        """Log what the data are, given the number of examples to train on."""
+from wordrun.train.task_protocol import TaskProtocol
 
 
 class Training(Protocol):
@@ -131,7 +110,9 @@ def native(trainer: Training, hook: str) -> NativeBackend:
     backend = trainer.backend
     if not isinstance(backend, NativeBackend):
         name = trainer.cfg.train.backend
-        raise ConfigError(f"hooks=[{hook}] cannot read the weights of train.backend={name}: use DDP or FSDP")
+        raise ConfigError(
+            f"hooks=[{hook}] cannot read the weights and gradients of train.backend={name}: use DDP or FSDP"
+        )
     return backend
 
 
@@ -158,6 +139,14 @@ class Hook:
     def learning_rate(self, trainer: Training, scheduled: float) -> float:
         """Return the learning rate of the next step, the same on all ranks; the schedule's is ``scheduled``."""
         return scheduled
+
+    def on_gradients(self, trainer: Training) -> None:
+        """Called in each step when the gradients of all micro-steps are complete, before they are clipped.
+
+        They are in ``grad`` of the parameters in ``trainer.backend.parts``, or None, and are dropped in the same step.
+        Sharded parameters have sharded gradients. ``trainer.step`` does not include this step, which may not count.
+        DeepSpeed, whose engine has the gradients, refuses hooks with this method.
+        """
 
     def after_step(self, trainer: Training) -> None:
         """Called after each step that counts; ``trainer.state.step`` includes it."""
@@ -239,10 +228,20 @@ class HookSet(Mapping[str, Hook]):
         Raises:
             HookError: such a hook failed before training.
         """
-        during = event in ("before_step", "after_step", "at_end")
+        during = event in ("before_step", "on_gradients", "after_step", "at_end")
         for name, hook in self._defining(event):
             with self._named(name, event, trainer.step or None, keep=during):
                 getattr(hook, event)(trainer)
+
+    def attach(self, trainer: Training) -> None:
+        """Let the backend call the hooks that read gradients.
+
+        Raises:
+            ConfigError: the backend does not give access to them.
+        """
+        weakly: Any = weakref.ref(trainer)  # the trainer closes the backend when it is garbage
+        for backend in {native(trainer, name) for name, _ in self._defining("on_gradients")}:
+            backend.on_gradients.append(lambda: self.call("on_gradients", weakly()))
 
     @property
     def failure(self) -> Exception | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from wordrun.dist.collectives import gather_json
 from wordrun.train.training import Hook, Training, due, native
 
 
+def statistics(options: StatisticsConfig) -> Statistics:
+    """Return the hook for these options."""
+    return GradientStatistics(options) if options.gradients else Statistics(options)
+
+
 class Statistics(Hook):
-    """Adds a line of metrics every ``interval`` steps; a metric of block 3 is named ``grad_norm/blocks.3``.
+    """Adds a line of metrics every ``interval`` steps; a metric of block 3 is named ``activation_rms/blocks.3``.
 
     In other steps, nothing is measured and no module has a hook.
     """
@@ -36,14 +42,8 @@ class Statistics(Hook):
 
     def setup(self, trainer: Training) -> None:
         """Agree on the layers of the model, of which the ranks of a pipeline have different ones."""
-        backend = trainer.backend
-        mine = [f"blocks.{key}" for part in backend.parts for key, _ in part.blocks.named_children()]
-        if self.options.gradients:
-            own = native(trainer, "statistics")
-            mine = [_layer(name) for name, _ in own.named_parameters(once=True)]
-            if not self._layers:
-                own.on_gradients.append(lambda: self._measure_gradients(trainer))
-        found = [name for names in gather_json(list(dict.fromkeys(mine)), backend.device) for name in names]
+        mine = list(dict.fromkeys(self._mine(trainer)))
+        found = [name for names in gather_json(mine, trainer.backend.device) for name in names]
         self._layers = {name: row for row, name in enumerate(dict.fromkeys(found))}
 
     def before_step(self, trainer: Training) -> None:
@@ -73,23 +73,9 @@ class Statistics(Hook):
         while self._handles:
             self._handles.pop().remove()
 
-    @torch.no_grad()
-    def _measure_gradients(self, trainer: Training) -> None:
-        if not due(trainer.step + 1, self.options.interval):
-            return
-        at = trainer.layout.of_parameters
-        for name, parameter in native(trainer, "statistics").named_parameters(once=True):
-            gradient = parameter.grad
-            if gradient is None or not local(gradient).numel():
-                continue
-            row, copies = self._layers[_layer(name)], at.replicate * at.shard * at.tp
-            if compat.is_sharded(gradient):
-                mesh = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-                copies //= math.prod(size for size, placement in mesh if not placement.is_replicate())
-            square, largest = _measured(local(gradient), self._sums.device)
-            # Ranks that hold the same gradient contribute equal shares of it.
-            self._sums[row, 0] += square / copies
-            self._largest[row, 0] = torch.maximum(self._largest[row, 0], largest)
+    def _mine(self, trainer: Training) -> Iterable[str]:
+        """Return the layers of this rank's part of the model."""
+        return (f"blocks.{key}" for part in trainer.backend.parts for key, _ in part.blocks.named_children())
 
     def _measure_activations(self, row: int) -> Any:
         def measure(module: Any, inputs: Any, output: Any) -> None:
@@ -125,6 +111,32 @@ class Statistics(Hook):
                     f"activation_max/{layer}": most_activation,
                 }
         return found
+
+
+class GradientStatistics(Statistics):
+    """Measures gradients, too; a metric of block 3 is named ``grad_norm/blocks.3``."""
+
+    def _mine(self, trainer: Training) -> Iterable[str]:
+        return (_layer(name) for name, _ in native(trainer, "statistics").named_parameters(once=True))
+
+    @torch.no_grad()
+    def on_gradients(self, trainer: Training) -> None:
+        """Add the gradients of this rank to the tables, if the step is due."""
+        if not due(trainer.step + 1, self.options.interval):
+            return
+        at = trainer.layout.of_parameters
+        for name, parameter in native(trainer, "statistics").named_parameters(once=True):
+            gradient = parameter.grad
+            if gradient is None or not local(gradient).numel():
+                continue
+            row, copies = self._layers[_layer(name)], at.replicate * at.shard * at.tp
+            if compat.is_sharded(gradient):
+                mesh = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                copies //= math.prod(size for size, placement in mesh if not placement.is_replicate())
+            square, largest = _measured(local(gradient), self._sums.device)
+            # Ranks that hold the same gradient contribute equal shares of it.
+            self._sums[row, 0] += square / copies
+            self._largest[row, 0] = torch.maximum(self._largest[row, 0], largest)
 
 
 def _layer(name: str) -> str:
