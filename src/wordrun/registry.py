@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.resources
 import inspect
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import project
+from wordrun.class_source import statements
 from wordrun.errors import ConfigError, PartError, UserError, first_line, nearest
 
 KINDS: Mapping[str, str] = {
@@ -183,6 +184,12 @@ def _problem_with(part: Part) -> str:
         _spelled(part.declared), _spelled(part.implementation)
     ):  # fmt: skip
         return f"{part}: the name is taken by {taken}; choose another"
+    if (
+        part.origin
+        and not taken
+        and importlib.resources.files("wordrun.conf").joinpath(kind, f"{name.lower()}.yaml").is_file()
+    ):
+        return f"{part}: the name is taken by a preset of wordrun's; choose another"
     return ""
 
 
@@ -296,7 +303,9 @@ def problems_of(cls: Any, base: str) -> list[str]:
         return [f"{name} does not derive from wordrun.config.{base}: write class {name}({base})"]
     found = []
     bases: list[Any] = [each for each in cls.__mro__ if is_dataclass(each)]
-    for each in [each for each in bases if not each.__module__.startswith("wordrun.")]:
+    for each in bases:
+        if each.__module__.startswith("wordrun.") or statements(each) is None:
+            continue
         docs, typed = field_docs(each), inspect.get_annotations(each)
         # An attribute may replace a base class's property, such as built_from of a tokenizer, which is no option.
         replaced = {key for base in each.__mro__[1:] for key in vars(base) if isinstance(vars(base)[key], property)}
@@ -310,24 +319,20 @@ def problems_of(cls: Any, base: str) -> list[str]:
     return found
 
 
-@cache
-def _body(cls: Any) -> list[ast.stmt]:
-    """Return the statements of a class."""
-    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    return definition.body
-
-
 def _assigned(cls: Any) -> list[str]:
     """Return the names that the body of ``cls`` assigns without a type."""
-    targets = [target for statement in _body(cls) if isinstance(statement, ast.Assign) for target in statement.targets]
+    body = statements(cls) or []
+    targets = [target for statement in body if isinstance(statement, ast.Assign) for target in statement.targets]
     return [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")]
 
 
 @cache
 def field_docs(cls: Any) -> dict[str, str]:
-    """Return the documentation of each field of a config dataclass: the string literal under it."""
-    body, docs = _body(cls), dict[str, str]()
+    """Return the documentation of each field of a config dataclass: the string literal under it.
+
+    Where Python does not know the source, as in a notebook, there is none.
+    """
+    body, docs = statements(cls) or [], dict[str, str]()
     for statement, after in pairwise(body):
         is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
@@ -336,5 +341,6 @@ def field_docs(cls: Any) -> dict[str, str]:
 
 
 def documentation(cls: type[Any]) -> dict[str, str]:
-    """Return the documentation of each field of a config dataclass, those of its bases included."""
-    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+    """Return the documentation of each field of a config dataclass, those of its bases included; empty: it has none."""
+    found = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+    return dict.fromkeys((field.name for field in fields(cls)), "") | found

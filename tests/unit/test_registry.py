@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +18,9 @@ from wordrun.config import OptimizerConfig, SGDConfig, from_plain, to_plain
 from wordrun.dist import values
 from wordrun.errors import ConfigError, UserError
 from wordrun.registry import KINDS, part_of, parts
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 OPTIMIZER = '''
 from dataclasses import dataclass
@@ -139,6 +144,40 @@ def test_a_class_registered_in_python(make: Make) -> None:
         from_plain({"optimizer": {"schema": "gone"}})
 
 
+TWICE = """
+import wordrun, sys
+from dataclasses import dataclass
+from wordrun.config import OptimizerConfig
+
+@dataclass
+class NotedConfig(OptimizerConfig):
+    first: int = 1
+    '''The first.'''
+
+wordrun.register("optimizer", "noted", NotedConfig, dict)
+before = wordrun.compose(["data=sample", "optimizer=noted", "optimizer.first=3"]).optimizer.first
+
+@dataclass
+class NotedConfig(OptimizerConfig):
+    second: int = 2
+    '''The second.'''
+
+wordrun.register("optimizer", "noted", NotedConfig, dict)
+print(before, wordrun.compose(["data=sample", "optimizer=noted", "optimizer.second=4"]).optimizer.second)
+"""
+
+
+@pytest.mark.parametrize("where", ["a file", "standard input"])
+def test_a_class_without_a_file_and_the_second_one_of_its_name(where: str, command: Command, tmp_path: Path) -> None:
+    """Of a program from standard input, as of a notebook's cell, Python does not know the source."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    if where == "a file":
+        done = command(sys.executable, "twice.py")
+    else:
+        done = command("bash", "-c", f"{shlex.quote(sys.executable)} - < twice.py")
+    assert (done.stdout, done.stderr) == ("3 4\n", "")
+
+
 WRONG = {
     "no dataclass": ("@dataclass\n", "", "RpropConfig is not a dataclass"),
     "no base": ("(OptimizerConfig)", "", "RpropConfig does not derive from wordrun.config.OptimizerConfig"),
@@ -165,9 +204,41 @@ def test_a_part_with_a_mistake_is_named_with_its_file(case: str, make: Make) -> 
     assert "hydra" not in message.lower()
 
 
+MODEL = """
+from dataclasses import dataclass
+from wordrun.config import DataConfig, ModelConfig
+
+@dataclass
+class PointsConfig(DataConfig):
+    pass
+
+@dataclass
+class LineConfig(ModelConfig):
+    degree: int = 1
+"""
+
+
+def test_nothing_is_said_about_the_default_in_place_of_a_part_with_a_mistake(make: Make) -> None:
+    registered = 'import wordrun\nwordrun.register("model", "line", "my_model:LineConfig", "builtins:dict")\n'
+    registered += 'wordrun.register("data", "points", "my_model:PointsConfig", "builtins:dict")\n'
+    make({"wordrun.yaml": "module: my_parts", "my_parts.py": registered, "my_model.py": MODEL})
+    for word, expected in {
+        "model=line": "LineConfig.degree has no documentation",
+        "model=lien": "model=lien: unknown model; did you mean 'line'?",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            wordrun.compose([word, "data=points", "train.max_iters=0"])
+        assert expected in str(caught.value)
+        assert "train.max_iters=0 should be at least 1" in str(caught.value)
+        assert "cannot train" not in str(caught.value)
+    with pytest.raises(ConfigError, match="model=nano cannot train on data=points"):
+        wordrun.compose(["data=points"])
+
+
 REGISTRATIONS = {
     "kind": ('"optimizer"', '"optimiser"', "unknown kind of part; did you mean 'optimizer'?"),
     "taken": ('"rprop"', '"sgd"', "the name is taken by optimizer=sgd (part of wordrun)"),
+    "preset": ('"optimizer", "rprop"', '"model", "nano"', "the name is taken by a preset of wordrun's; choose another"),
     "case": ('"rprop"', '"Rprop"', "use lower-case letters"),
     "no colon": (':rprop"', '"', "'my_rprop' should be 'package.module:Name'"),
     "raises": ("import wordrun", "import wordrun, torhc", "cannot import my_parts: ModuleNotFoundError"),
