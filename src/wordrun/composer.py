@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import partial
@@ -81,8 +82,11 @@ def compose(
     try:
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
-        problems, others = diagnose(list(overrides), partial(_compose, tree=tree), error)
-        raise ConfigError("\n".join([*problems, *_problems_of(others, ranks, per_node)])) from None
+        problems, others, refused = diagnose(list(overrides), partial(_compose, tree=tree), error)
+        # Of a group that was refused, the others have the default, about which nobody wants to know.
+        about = re.compile(rf"\b({'|'.join(refused)})=" if refused else "(?!)")
+        problems += [problem for problem in _problems_of(others, ranks, per_node) if not about.search(problem)]
+        raise ConfigError("\n".join(problems)) from None
     # A resumed run stays in its directory unless another one is given.
     stays = checked and not any(name_of(override) == "hydra.run.dir" for override in overrides)
     run_dir = _run_to_continue(composed) if stays else None

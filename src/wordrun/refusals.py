@@ -25,8 +25,10 @@ GROUPS = (*SECTIONS, "experiment", "train.backend")
 
 def diagnose(
     overrides: list[str], compose: Callable[[list[str]], DictConfig], cause: Exception
-) -> tuple[list[str], DictConfig | None]:
-    """Return a message for every override that cannot be applied, and what the others compose to.
+) -> tuple[list[str], DictConfig | None, list[str]]:
+    """Return a message for every override that cannot be applied, what the others compose to, and the refused groups.
+
+    What the others compose to has the default of such a group, such as model, which is not what was asked for.
 
     Args:
         overrides: all of them.
@@ -38,10 +40,11 @@ def diagnose(
         base = compose([])
     except REFUSALS:
         is_ours = isinstance(cause, ConfigError)
-        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None
+        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None, []
     good: list[str] = []
     broken: list[str] = []
     """Groups whose parts cannot be imported; whether their options are right is unknown."""
+    refused_groups: list[str] = []
     # Hydra's search path first, since it adds files, then file selections, since they add options.
     rest = sorted(
         overrides, key=lambda o: (not name_of(o).startswith("hydra"), "/" not in name_of(o), name_of(o) not in GROUPS)
@@ -59,12 +62,14 @@ def diagnose(
             tried = (count + refused) // 2
         good += rest[:count]
         if count < len(rest):
+            if (name := name_of(rest[count])) in SECTIONS:
+                refused_groups.append(name)
             if isinstance(why, ConfigError):
-                broken.append(f"{name_of(rest[count])}.")
-            if not name_of(rest[count]).startswith(tuple(broken)):
+                broken.append(f"{name}.")
+            if not name.startswith(tuple(broken)):
                 problems.append(translate(rest[count], why, base))
         rest = rest[refused:]
-    return (problems, base) if problems else ([first_line(cause)], None)
+    return (problems, base, refused_groups) if problems else ([first_line(cause)], None, [])
 
 
 def translate(override: str, error: Exception, base: DictConfig) -> str:
