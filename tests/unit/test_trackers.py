@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 import wordrun
+from wordrun import registry
 from wordrun.config import TrackerConfig
 from wordrun.errors import UserError
 from wordrun.registry import Part, parts
@@ -56,6 +58,23 @@ def same(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> bool
     return [step for step, _ in ours] == [step for step, _ in theirs] and all(
         math.isclose(a, b, rel_tol=1e-6) for (_, a), (_, b) in zip(ours, theirs, strict=True)
     )
+
+
+# The page's example
+
+
+def test_the_pages_tracker_records_no_row_twice(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/extend.md").read_text()
+    (code,) = re.findall(r"`mine/csv_file.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
+    module: Any = types.ModuleType("csv_file")
+    monkeypatch.setitem(sys.modules, "csv_file", module)
+    exec(code, vars(module))
+    monkeypatch.setitem(parts("tracker"), "csv", Part(module.CsvConfig, module.CsvTracker, "tracker", "csv", "here:1"))
+    monkeypatch.setattr(registry, "statements", lambda cls: None)
+
+    train_and_resume(small("tracker=csv", "train.eval_interval=0"), tmp_path / "run")
+    rows = (tmp_path / "run/losses.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["1", "2", "3", "4", "5", "6"]
 
 
 # TensorBoard

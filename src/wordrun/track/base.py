@@ -139,6 +139,10 @@ class AppendOnlyTracker(Tracker):
         if metrics["step"] > self._logged:
             self.append(metrics["step"], {name: value for name, value in metrics.items() if value is not None})
 
+    def state(self) -> dict[str, Any]:
+        """Return that this tracker has recorded the run so far, unlike one that is added when the run is resumed."""
+        return {"records": True}
+
     def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the ``metrics`` of ``step``, numbers by name."""
         raise NotImplementedError
