@@ -8,6 +8,7 @@ From Python::
     with wordrun.Trainer(cfg) as trainer:
         trainer.train()
         print(trainer.generate("ROMEO:"))
+    model = wordrun.load("outputs/latest", checkpoint="best")
 
 Importing this package does nothing else: no torch, no MPI, no files, no logging.
 """
@@ -20,10 +21,11 @@ from wordrun.version import __version__
 
 if TYPE_CHECKING:
     from wordrun.composer import compose as compose
+    from wordrun.loading import load as load, load_tokenizer as load_tokenizer
     from wordrun.registry import register as register
     from wordrun.train.trainer import Trainer as Trainer
 
-__all__ = ["Trainer", "__version__", "compose", "register"]
+__all__ = ["Trainer", "__version__", "compose", "load", "load_tokenizer", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from wordrun.registry import register
 
         return register
+    if name in ("load", "load_tokenizer"):
+        from wordrun import loading
+
+        return getattr(loading, name)
     if name == "Trainer":
         from wordrun.train.trainer import Trainer
 

@@ -169,11 +169,7 @@ def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: st
     model = saved.meta_model()
     if reason := why_silent(model, saved.vocab_size, saved.config.text_model.block_size):
         raise UserError(f"{saved.folder} cannot generate text: {reason}")
-    state = {name: tensor.to(device, dtype) for name, tensor in saved.weights(which).items()}
-    model.load_state_dict(state, assign=True, strict=False)  # shared weights have one name there
-    model.fill_buffers(device)
-    model.tie()
-    return model.eval()
+    return saved.load_model(device, dtype, which)
 
 
 def _training(saved: Saved) -> str:

@@ -101,7 +101,8 @@ MAY_USE: dict[str, set[str]] = {
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
     "cli": {"errors", "dist", "interrupts", "version", "completion", "synonyms"},
     "__main__": {"cli", "interrupts"},
-    "": {"composer", "registry", "train", "version"},
+    "loading": PARALLEL | {"checkpoint"},
+    "": {"composer", "loading", "registry", "train", "version"},
 }
 
 

@@ -144,6 +144,23 @@ def test_parameters_without_a_gradient_are_named_once(own: Any) -> None:
     assert "gradient" not in Path("told/log.txt").read_text()
 
 
+def test_it_is_loaded_with_its_frozen_parameters_and_buffers(own: Any) -> None:
+    with wordrun.Trainer(own(Idle)) as trainer:
+        trainer.train()
+        expected = dict(trainer.backend.parts[0].state_dict())
+    model = wordrun.load("run")
+    assert isinstance(model, Idle)
+    assert not model.training
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }
+    assert not model.frozen.weight.requires_grad
+    assert model.shift.equal(torch.arange(64.0) / 64)
+    assert model(torch.ones(2, 1, 8, 8)).shape == (2, 10)
+    with pytest.raises(UserError, match="which is not text"):
+        wordrun.load_tokenizer("run")
+
+
 def test_torchs_error_about_the_step_before_is_translated(own: Any) -> None:
     """A layer that the last micro-step alone does not use has a gradient, so that only torch notices."""
     cfg = own(Idle)

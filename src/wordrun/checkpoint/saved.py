@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wordrun import compat_deepspeed
@@ -142,6 +143,20 @@ class Saved:
             where = f"{self.folder} is damaged: {folders.MANIFEST}"
             raise DamagedError(f"{where}: its config does not match the weights: {first_line(error)}") from None
         return model
+
+    def load_model(self, device: torch.device, dtype: torch.dtype, which: str = "model") -> Model:
+        """Return the model in evaluation mode, with its ``weights`` of this name in ``dtype`` on ``device``.
+
+        Raises:
+            UserError, ConfigError: as ``weights``.
+        """
+        model, kind = self.meta_model(), {True: dtype, False: None}
+        found = self.weights(which).items()
+        state = {name: value.to(device, kind[value.is_floating_point()]) for name, value in found}
+        model.load_state_dict(state, assign=True, strict=False)  # shared weights have one name there
+        model.fill_buffers(device)
+        model.tie()
+        return model.eval()
 
     @property
     def _is_engines(self) -> bool:
