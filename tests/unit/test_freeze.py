@@ -14,7 +14,10 @@ import pytest
 from wordrun.errors import ConfigError
 from wordrun.launch import freeze as freezing
 from wordrun.launch.freeze import freeze
+from wordrun.report.facts import environment
+from wordrun.runs.record import RunRecord
 from wordrun.train.cli import main
+from wordrun.train.provenance import commits
 
 if TYPE_CHECKING:
     from conftest import Words
@@ -118,4 +121,24 @@ def test_a_run_in_the_copy_is_outputs_latest(project: Path, small: Words, monkey
     monkeypatch.setenv("WORDRUN_CODE", frozen.record)
     assert main(small("train.max_iters=1", "train.checkpoint_interval=0", "hydra.run.dir=outputs/data/run")) == 0
     assert (project / "outputs" / "latest").resolve() == project / "outputs" / "data" / "run"
-    assert (project / "outputs" / "latest" / "run.json").exists()
+    told = json.loads((project / "outputs" / "latest" / "run.json").read_text())
+    commit = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
+    assert told["project_commit"] == f"{commit}-dirty"
+    assert told["project_repository"] == str(project)
+    assert told["wordrun_commit"] != told["project_commit"]
+    assert commits() == {name: told[name] for name in ("wordrun_commit", "project_commit", "project_repository")}
+
+
+def test_a_run_records_the_commit_of_the_repository_around_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project / "pkg")
+    commit = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
+    assert commits()["project_commit"] == f"{commit}-dirty"
+    git(project, "checkout", "-q", "--", ".")
+    found = commits()
+    assert (found["project_commit"], found["project_repository"]) == (commit, str(project))
+    assert environment(RunRecord(project, found))["project commit"] == commit
+    monkeypatch.chdir(Path(__file__).parent)  # in wordrun's own
+    own = commits()
+    assert own == {"wordrun_commit": own["wordrun_commit"], "project_commit": None}
+    monkeypatch.chdir("/")
+    assert commits()["project_commit"] is None

@@ -135,7 +135,7 @@ def test_the_record_says_who_with_what_and_how_it_ended(learned: tuple[Path, Sum
     assert told["seconds"] > 0
     assert told["start"] <= told["end"]
     assert {"weights", "data"} <= set(told["seeds"])
-    assert told["git_commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", told["git_commit"])
+    assert told["wordrun_commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", told["wordrun_commit"])
 
 
 def test_the_config_can_be_read_back(learned: tuple[Path, Summary, Config]) -> None:

@@ -80,7 +80,8 @@ def environment(record: RunRecord) -> dict[str, str]:
         "launcher": " ".join(filter(None, (launch.get("launcher"), launch.get("launcher_path")))),
         "scheduler": " ".join((launch["scheduler"], launch["job"])) if launch.get("job") else "",
         "site": launch.get("site") or "",
-        "git commit": facts.get("git_commit") or "",
+        "project commit": facts.get("project_commit") or "",
+        "wordrun commit": facts.get("wordrun_commit") or facts.get("git_commit") or "",
         "data": str((facts.get("data") or {}).get("origin") or ""),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }

@@ -329,7 +329,8 @@ def _origin(run: RunRecord) -> dict[str, Any]:
     world = facts.get("world") or {}
     return {
         "ranks": world.get("size"), "nodes": world.get("nodes"), "started": facts.get("start"),
-        "device": facts.get("device_name"), "site": launch.get("site"), "commit": facts.get("git_commit"),
+        "device": facts.get("device_name"), "site": launch.get("site"),
+        "commit": facts.get("wordrun_commit", facts.get("git_commit")),
         "versions": "; ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
         "hosts": " ".join(run.hosts[:8]),
     }  # fmt: skip

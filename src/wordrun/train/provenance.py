@@ -1,4 +1,4 @@
-"""What a result may depend on besides its config: the versions of programs, and the commit of this code."""
+"""What a result may depend on besides its config: versions of programs, and commits of this code and the project."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
+from wordrun import project
 from wordrun.runs.record import read_json
 from wordrun.version import __version__
 
@@ -22,22 +24,60 @@ def versions() -> dict[str, str]:
     }  # fmt: skip
 
 
-def git_commit() -> str | None:
-    """Return the commit of this code, with ``-dirty`` if it has been changed since."""
-    if code := os.environ.get("WORDRUN_CODE"):  # a submitted job runs a copy, which is no repository
-        facts = read_json(Path(code))
-        facts = facts.get("wordrun", facts)
-        if Path(str(facts.get("frozen"))) in Path(__file__).parents:
-            commit = facts.get("commit")
-            return f"{commit}{'-dirty' * bool(facts.get('dirty'))}" if commit else None
-    here = Path(__file__)
-    git = ["git", "-C", str(here.parent)]
-    # An installed wheel may be in an environment inside another project's repository.
-    tracked = [*git, "ls-files", "--error-unmatch", here.name]
-    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def commits() -> dict[str, str | None]:
+    """Return the commits of this code and of the project, each with ``-dirty`` if files have been changed since.
+
+    The project is the repository around the working directory, or around the project that it belongs to, unless that
+    is this code's own; ``project_repository`` is its folder. None: there is no repository.
+    """
+    file, here = Path(__file__), Path(project.here().folder)
+    # A submitted job runs copies, which are no repositories.
+    copy = read_json(Path(os.environ["WORDRUN_CODE"])) if os.environ.get("WORDRUN_CODE") else {}
+    mine = copy.get("wordrun", copy)
+    own = _frozen(mine) if _is_in(file, mine) else _own_commit(file)
+    if not _is_in(here, copy):
+        return _named(own, *_project(here, file, own))
+    return _named(own) if _is_in(file, copy) and mine is copy else _named(own, _frozen(copy), copy.get("folder"))
+
+
+def _named(own: str | None, project: str | None = None, folder: object = None) -> dict[str, str | None]:
+    where = {"project_repository": str(folder)} if project and folder else {}
+    return {"wordrun_commit": own, "project_commit": project, **where}
+
+
+def _is_in(path: Path, facts: dict[str, Any]) -> bool:
+    """Return whether ``path`` is in the copy of a repository that ``facts`` describe."""
+    return "frozen" in facts and Path(facts["frozen"]).resolve() in (path.resolve(), *path.resolve().parents)
+
+
+def _frozen(facts: dict[str, Any]) -> str | None:
+    """Return the commit of a repository of which a job runs a copy."""
+    commit = facts.get("commit")
+    return f"{commit}{'-dirty' * bool(facts.get('dirty'))}" if commit else None
+
+
+def _own_commit(file: Path) -> str | None:
+    """Return the commit of the repository that tracks ``file``; a wheel may be installed inside another repository."""
+    tracked = _git(file.parent, "ls-files", "--error-unmatch", file.name)
+    return _commit(file.parent) if tracked else None
+
+
+def _project(folder: Path, file: Path, own: str | None) -> tuple[str | None, Path | None]:
+    """Return the commit of the repository around ``folder``, and where it is, unless it tracks ``file``."""
+    root = next((each for each in (folder, *folder.parents) if (each / ".git").exists()), None)
+    if root is None or (own is not None and root in file.parents):
+        return None, None
+    return _commit(root), root
+
+
+def _commit(folder: Path) -> str | None:
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
+
+
+def _git(folder: Path, *words: str) -> str:
+    """Return git's output; empty if ``folder`` is in no repository, or there is no git."""
     try:
-        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
-        answer = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
+        return ""

@@ -30,7 +30,7 @@ from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import between, copy_until, finite, forget_steps
 from wordrun.track.plots import draw
 from wordrun.train.memory_resume import InMemory
-from wordrun.train.provenance import git_commit, versions
+from wordrun.train.provenance import commits, versions
 from wordrun.train.recoveries import Recoveries
 from wordrun.validation import higher_is_better
 
@@ -111,7 +111,7 @@ class Run:
         _adopt_launch_record(self.path)
         _point_latest_at(self.path)
         self.record = {
-            "versions": versions(), "git_commit": git_commit(), "start": now(), "world": asdict(self.world),
+            "versions": versions(), **commits(), "start": now(), "world": asdict(self.world),
             **facts, **_compared_by(self.cfg), "exit_reason": "running",
         }  # fmt: skip
         if start.source is not None:
