@@ -107,6 +107,8 @@ PAGES = {
     "wordrun.backend.base.checked": "extend.md#a-model",
     "wordrun.backend.deepspeed": "backends.md#deepspeed",
     "wordrun.backend.float8": "speed.md#float8",
+    "wordrun.backend.groups": "extend.md#an-optimizer",
+    "wordrun.backend.optimizer": "extend.md#an-optimizer",
     "wordrun.backend.pipeline": "backends.md#pipelines",
     "wordrun.backend.unused": "backends.md#parameters-without-a-gradient",
     "wordrun.bandwidth": "backends.md#how-fast-do-the-ranks-communicate",

@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wordrun import compat, heap
 from wordrun.backend import float8
-from wordrun.backend.optimizer import NamedParameters, remember_ratios, scale_rates
+from wordrun.backend.optimizer import (
+    NamedParameters,
+    remember_ratios,
+    require_optimizer,
+    scale_rates,
+    warn_of_left_out,
+)
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.index import StoredTensor
@@ -76,14 +82,26 @@ class BackendSpec:
         return options
 
     def optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        """Return the run's optimizer for the named ``parameters``, with learning rates that suit the model's width."""
+        """Return the run's optimizer for the named ``parameters``, with learning rates that suit the model's width.
+
+        Raises:
+            ConfigError: it is not one optimizer, or needs a closure.
+        """
         compat.spare_the_compiler()
         optimizer, options = self.make_optimizer(parameters), self.cfg.optimizer
+        require_optimizer(optimizer, self.optimizer_part)
+        everywhere = self.device if self.layout.pp > 1 else None
+        warn_of_left_out(optimizer, parameters, self.optimizer_part, everywhere=everywhere)
         width, powers = self.cfg.model.width_ratio(), options.width_powers()
         if width != 1 and powers is not None:
             hidden = {p for name, p in parameters if name in parameters.matrices}
             scale_rates(optimizer, hidden, (width ** powers[0], width ** powers[1]))
         return remember_ratios(optimizer, options.learning_rate)
+
+    @property
+    def optimizer_part(self) -> str:
+        """What messages call the optimizer."""
+        return str(part_of("optimizer", self.cfg.optimizer))
 
     @cached_property
     def dtype(self) -> torch.dtype:

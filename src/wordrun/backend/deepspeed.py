@@ -44,7 +44,7 @@ class DeepSpeedBackend:
             compat_deepspeed.restore_after_deepspeed(undo, spec.world.rank)
             deepspeed.init_distributed(auto_mpi_discovery=False)  # finds the run's own group
             model = spec.make_model()
-            shapes = {name: p.shape for name, p in model.named_parameters()}
+            shapes = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
             try:
                 if options.stage == 3:
                     self._shard(model, deepspeed.zero.Init, settings)
@@ -94,9 +94,15 @@ class DeepSpeedBackend:
             if name in weights:
                 tensor.copy_(weights[name])
 
-    def _make_optimizer(self, model: Model, shapes: Mapping[str, torch.Size]) -> torch.optim.Optimizer:
-        """Return the run's optimizer, built from stand-ins with full shapes, which sharded parameters lack."""
-        stand_ins = {name: nn.Parameter(torch.empty((), device=self.device).expand(s)) for name, s in shapes.items()}
+    def _make_optimizer(self, model: Model, shapes: Mapping[str, tuple[torch.Size, bool]]) -> torch.optim.Optimizer:
+        """Return the run's optimizer, built from stand-ins with full ``shapes``, which sharded parameters lack.
+
+        The shapes come with whether the parameter is trained.
+        """
+        stand_ins = {
+            name: nn.Parameter(torch.empty((), device=self.device).expand(shape), requires_grad=trained)
+            for name, (shape, trained) in shapes.items()
+        }
         optimizer = self.spec.optimizer(NamedParameters(stand_ins.items(), model.matrices()))
         real = {stand_ins[name]: parameter for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:

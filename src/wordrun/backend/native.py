@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from wordrun import compat
 from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked, require_shards
 from wordrun.backend.buffers import KeptBuffers
-from wordrun.backend.optimizer import NamedParameters, Restored, parameter_of, set_learning_rate, tensors_of
+from wordrun.backend.optimizer import NamedParameters, SavedState, parameter_of, set_learning_rate
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import average, clip, full, local
 from wordrun.backend.transforms import compile_model, compile_options
@@ -59,6 +59,8 @@ class NativeBackend:
         self.optimizer = spec.optimizer(
             NamedParameters(trained, matrices, self.holders(), self.device, self.layout.of_parameters)
         )
+        saves = max(spec.cfg.train.checkpoint_interval, spec.cfg.train.memory_checkpoint_interval) > 0
+        self.optimizer_state = SavedState(self.optimizer, spec.optimizer_part, self.named_parameters, checks=saves)
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -113,7 +115,7 @@ class NativeBackend:
             call()
         if kept and not norm.isfinite():  # synchronizes with an accelerator at every step
             self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer_state.zero_grad()
             kept.restore()
             return norm
         self._average_buffers()
@@ -128,7 +130,8 @@ class NativeBackend:
             self.scaler.update()
         else:
             compat.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer_state.zero_grad()
+        self.optimizer_state.check()
         clock.lap("optimizer")
         return norm
 
@@ -268,7 +271,7 @@ class NativeBackend:
         """Return what this rank writes into a checkpoint."""
         state = self.model_state(once=True)
         weight_like = {name: tensor for name, tensor in weight_like.items() if f"model.{parameter_of(name)}" in state}
-        state |= {**weight_like, **tensors_of(self.optimizer, self.named_parameters(once=True))}
+        state |= {**weight_like, **self.optimizer_state.tensors()}
         return shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
 
     def load(
@@ -278,7 +281,7 @@ class NativeBackend:
         """Read this rank's shards and its ``rank_tensors``."""
         require_shards(folder, facts, on_islands=self.on_islands)
         stored = self.stored(folder, facts)
-        restored = Restored(self.optimizer, self.named_parameters(), stored, self.unpadded_rows)
+        restored = self.optimizer_state.restored(stored, self.unpadded_rows)
         mine = {name: stored[name].empty() for name in rank_tensors if name in stored}
         absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
         weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
