@@ -204,6 +204,7 @@ PAGES = {
     "wordrun.train.failing.explained": "",
     "wordrun.train.finite": "checkpoints.md#non-finite-gradients",
     "wordrun.train.help": "",
+    "wordrun.train.hook_checks": "train.md#hooks",
     "wordrun.train.hooks": "train.md#hooks",
     "wordrun.train.hooks.standard": "checkpoints.md#when-checkpoints-are-written",
     "wordrun.train.in_memory": "checkpoints.md#checkpoints-in-memory",

@@ -34,6 +34,18 @@ with hook.applied(trainer):
     pass
 for name, tensor in backend.model_state().items():
     assert torch.equal(local(tensor), before[name]), name
+from unittest import mock
+from wordrun.errors import ConfigError
+from wordrun.train import hook_checks
+with mock.patch.object(hook, "averages", {"norm.weight": torch.zeros(16)}):  # which one stage of a pipeline has
+    hook_checks.tensors(trainer)
+with mock.patch.object(hook, "averages", {"hist": torch.zeros(16)}):
+    try:
+        hook_checks.tensors(trainer)
+    except ConfigError as error:
+        assert "the hook ema: tensors() has 'hist', which is not a weight" in str(error)
+    else:
+        raise AssertionError("a name that is no weight should be refused")
 """
 ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 TP = 2 if compat.pipeline_takes_tensor_parallel() else 1

@@ -477,6 +477,24 @@ def test_what_an_interrupted_save_leaves_is_no_checkpoint(copy: Path, small: Wor
     assert not list((copy / "checkpoints").glob(".step*"))
 
 
+@pytest.mark.parametrize(("error", "said"), [
+    (ValueError("no such luck"), r"written \(rank 0: no such luck\); the newest is from step 3: continue from there$"),
+    (OSError(122, "Disk quota exceeded"), r"written; the newest is from step 3: free some space, and continue from"),
+])  # fmt: skip
+def test_the_last_save_that_failed_says_why(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    def spoil(trainer: Trainer) -> None:
+        trainer.checkpoints.wait()
+        monkeypatch.setattr(shards, "write", fail)
+
+    with pytest.raises(UserError, match=f"the run is finished, but its last checkpoint could not be {said}"):
+        train(small(*SAVING, "train.max_iters=5"), tmp_path / "run", Act(4, spoil))
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a run directory whose checkpoints have room for one and a half."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
@@ -387,13 +388,14 @@ class Break(Hook):
     """Raises in one of its methods."""
 
     def __init__(self, event: str) -> None:
-        self.event, self.closed = event, False
+        self.event, self.closed, self.steps = event, False, 0
 
     def _raise(self, event: str) -> None:
         if event == self.event:
             raise ValueError("not today")
 
     def after_step(self, trainer: Any) -> None:
+        self.steps = trainer.step
         if trainer.step == 4:
             self._raise("after_step")
 
@@ -413,7 +415,7 @@ class Break(Hook):
 
     def state(self) -> dict[str, Any]:
         self._raise("state")
-        return {"value": {1}} if self.event == "set" else {}
+        return {"value": {1}} if self.event == "set" and self.steps else {}
 
     def close(self) -> None:
         self.closed = True
@@ -428,7 +430,7 @@ class Break(Hook):
         ("learning_rate", r"the hook Break failed in learning_rate after 0 steps: ValueError: not today"),
         ("stop_reason", r"the hook Break failed in stop_reason: ValueError: not today"),
         ("state", r"the hook Break failed in state: ValueError: not today"),
-        ("set", r"the hook Break failed in state: TypeError: Object of type set is not JSON serializable"),
+        ("set", r"the hook Break failed in state: TypeError: state\(\)\['value'\] is a set, which JSON"),
         ("at_end", r"the hook Break failed in at_end after 8 steps: ValueError: not today"),
     ],
 )  # fmt: skip
@@ -443,6 +445,50 @@ def test_a_hook_that_raises_is_named_and_costs_no_steps(small: Words, tmp_path: 
     assert [each.step for each in folders.all_in(tmp_path / "run")][-1:] == [reached]
     assert "ERROR HookError: the hook Break failed in" in (tmp_path / "run/log.txt").read_text()
     assert "in _raise" in (tmp_path / "run/failures/rank-0.txt").read_text() or event == "set"
+
+
+class Keep(Hook):
+    """Has a state and tensors that a test sets."""
+
+    def __init__(self, state: Any = None, tensors: Any = None) -> None:
+        self.kept, self.held = state or {}, tensors or {}
+
+    def state(self) -> Any:
+        return self.kept
+
+    def tensors(self) -> Any:
+        return self.held
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (Keep({"best": {20: 1.0}}), "state()['best'] has the key 20; JSON has only strings as keys"),
+        (Keep({"pair": [(0, 2)]}), "state()['pair'][0] is a tuple, which comes back as a list: return a list"),
+        (Keep({"ema": torch.ones(2)}), "state()['ema'] is a Tensor, which JSON does not have: return its .tolist()"),
+        (Keep({"x": np.float32(1)}), "state()['x'] is a float32, which JSON does not have: return its .tolist()"),
+        (Keep({"x": 1j}), "state()['x'] is a complex, which JSON does not have: return numbers, strings, lists and"),
+        (Keep(tensors={"hist": torch.ones(7)}),
+         "tensors() has 'hist', which is not a weight: return small values as lists in state()"),
+        (Keep(tensors={"norm.weight": torch.ones(7)}), "tensors()['norm.weight'] has the shape [7], and the weight ["),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_cannot_hold_of_a_hook_is_named_before_the_first_step(
+    small: Words, tmp_path: Path, hook: Hook, message: str
+) -> None:
+    where = r"failed in state: TypeError" if "state()[" in message else ""
+    with pytest.raises(UserError, match=rf"the hook Keep ?{where}: {re.escape(message)}") as caught:
+        train(small(*STEPS), tmp_path / "run", hook)
+    assert isinstance(caught.value, HookError if where else ConfigError)
+    assert not series(tmp_path / "run", "loss")
+    train(small("train.max_iters=1", "train.checkpoint_interval=0"), tmp_path / "unsaved", hook)
+
+
+def test_states_that_json_gives_back_are_accepted(small: Words, tmp_path: Path) -> None:
+    state = {"nan": math.nan, "best": {"20": math.inf}, "list": [1, None, True, "x", np.float64(0.5)]}
+    train(small("train.max_iters=1"), tmp_path / "run", Keep(state))
+    (folder,) = folders.all_in(tmp_path / "run")
+    assert str(folder.manifest()["hooks"]["Keep"]) == str(json.loads(json.dumps(state)))
 
 
 def test_a_hook_that_cannot_close_hides_nothing(small: Words, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

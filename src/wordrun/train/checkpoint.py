@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from wordrun.errors import UserError, first_line
 from wordrun.files import point
 from wordrun.log import FIRST_RANK, LOGGER
 
+# How the errors of a disk begin, the operating system's and ours.
+OF_DISKS = re.compile(r"rank \d+: (\[Errno \d+\]|no space left)")
 # A file system with fewer bytes left counts as full: not every writer reports why it failed.
 FULL = 2**20
 
@@ -89,6 +92,8 @@ class Checkpoints(BackgroundSaves):
         self.run_dir, self.tokenizer_json = Path(cfg.run_dir).resolve(), tokenizer_json
         self.written = written
         """The step of the newest checkpoint on disk."""
+        self.problem = ""
+        """Why the last one could not be written; empty: it was."""
 
     def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
         """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
@@ -126,7 +131,7 @@ class Checkpoints(BackgroundSaves):
             # Shards contain their own checksums.
             others = [] if save.shards else self._together(lambda: self._describe(draft.path), draft)
             self._together((lambda: self._publish(draft, save, facts, others, best)) if first else None, draft)
-            self.written = step
+            self.written, self.problem = step, ""
         except Exception as error:
             self._error = error
 
@@ -157,6 +162,7 @@ class Checkpoints(BackgroundSaves):
                 problem = f"rank {self.world.rank}: {reason(error, draft.path.parent)}"
         problem, results = self._agreement.meet(problem, result)
         if problem:
+            self.problem = problem
             if self.world.rank == 0:
                 with contextlib.suppress(OSError):
                     draft.discard()

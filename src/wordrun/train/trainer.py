@@ -19,7 +19,7 @@ from wordrun.dist import staying, watch
 from wordrun.errors import UserError
 from wordrun.log import LOGGER
 from wordrun.registry import part_of
-from wordrun.train import finite, profile, resume, rng
+from wordrun.train import finite, hook_checks, profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
@@ -240,7 +240,7 @@ class Trainer(Training):
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
         self.checkpoints.wait()  # one copy of the training state at a time
         self.meter.score(self.state)
-        copy = self.backend.begin_save(resume.own_tensors(self), self.hooks.tensors())
+        copy = self.backend.begin_save(resume.own_tensors(self), hook_checks.tensors(self))
         last = self.done or self.stop.signal != 0
         self.checkpoints.save(self.step, copy, resume.manifest(self), best=best, last=last)
 
@@ -298,6 +298,7 @@ class Trainer(Training):
             with self.stop.listen(), self.profiler, attributed(self.cfg), staying.noticing():
                 self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
+                hook_checks.check(self)
                 yield
         except staying.Restart:
             restarts = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError, PartError, UserError
 from wordrun.log import LOGGER, LogHandle
 from wordrun.train.checkpoint import Checkpoints
+from wordrun.train.hook_state import as_json
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run, Start
 from wordrun.train.schedule import checked_rate
@@ -162,7 +162,7 @@ class Hook:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores, JSON-serializable; every rank calls this."""
+        """Return the state for a checkpoint, as JSON has it; every rank calls this, also before the first step."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -296,9 +296,7 @@ class HookSet(Mapping[str, Hook]):
         for name, hook in self.items():
             if name not in self._own:
                 with self._named(name, "state", keep=True):
-                    state = hook.state()
-                    json.dumps(state)  # here rather than while writing, where the hook would be unknown
-                    states[name] = state
+                    states[name] = as_json(hook.state())  # while writing, the hook would be unknown
         return states
 
     def tensors(self, states: Any = None) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wordrun.backend.base import MemoryWriter, Save
 from wordrun.dist import watch
-from wordrun.train import resume
+from wordrun.train import hook_checks, resume
 from wordrun.train.hooks.standard import Checkpoint
 from wordrun.train.in_memory import MemoryCheckpoints
 from wordrun.train.training import Training, due
@@ -20,7 +20,7 @@ class CheckpointAndMemory(Checkpoint):
         """Start saving to memory and to disk if due."""
 
         def begin(memory_writer: MemoryWriter) -> Save:
-            return trainer.backend.begin_save(resume.own_tensors(trainer), trainer.hooks.tensors(), memory_writer)
+            return trainer.backend.begin_save(resume.own_tensors(trainer), hook_checks.tensors(trainer), memory_writer)
 
         self._in_memory.raise_failure()
         self._in_memory.check(begin, resumed=trainer.start.source is not None)

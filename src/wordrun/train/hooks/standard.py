@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from wordrun.dist.collectives import all_max
 from wordrun.log import FOR_FILES, LOGGER
 from wordrun.runs.metrics import read
-from wordrun.train.checkpoint import SaveError
+from wordrun.train.checkpoint import OF_DISKS, SaveError
 from wordrun.train.failing import dispensable
 from wordrun.train.hooks.curve import TerminalCurve
 from wordrun.train.metrics import QUIET, one_line, rate
@@ -139,11 +139,14 @@ class Checkpoint(Hook):
         """Wait for the last checkpoint, which holds the result of the run."""
         written = trainer.checkpoints.wait()
         if trainer.cfg.train.checkpoint_interval and written != trainer.step:
+            problem = trainer.checkpoints.problem
+            reason = "" if not problem or OF_DISKS.match(problem) else f" ({problem})"
+            remedy = "continue from there" if reason else "free some space, and continue from there"
             raise SaveError(
-                "the run is finished, but its last checkpoint could not be written; the newest is from step "
-                f"{written}: free some space, and continue from there"
+                f"the run is finished, but its last checkpoint could not be written{reason}; the newest is from step "
+                f"{written}: {remedy}"
                 if written >= 0
-                else "the run is finished, but none of its checkpoints could be written"
+                else f"the run is finished, but none of its checkpoints could be written{reason}"
             )
 
 
