@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wordrun import project
+from wordrun import option_types, project
 from wordrun.class_source import statements
 from wordrun.errors import ConfigError, PartError, UserError, first_line, nearest
 
@@ -311,6 +311,7 @@ def problems_of(cls: Any, base: str) -> list[str]:
         replaced = {key for base in each.__mro__[1:] for key in vars(base) if isinstance(vars(base)[key], property)}
         untyped = [key for key in _assigned(each) if key not in {*typed, *replaced}]
         found += [f"{each.__name__}.{key} has no type: write {key}: TYPE = ..." for key in untyped]
+        found += [f"{each.__name__}.{key} {problem}" for key, problem in option_types.problems(each, typed).items()]
         found += [
             f'{each.__name__}.{key} has no documentation: write a """line""" under it'
             for key in typed

@@ -183,6 +183,22 @@ WRONG = {
     "no base": ("(OptimizerConfig)", "", "RpropConfig does not derive from wordrun.config.OptimizerConfig"),
     "no type": ("eta: float = 0.5", "eta = 0.5", "RpropConfig.eta has no type: write eta: TYPE"),
     "no text": ('    """Factor by which a step shrinks."""\n', "", "RpropConfig.eta has no documentation"),
+    "literal": (
+        "eta: float = 0.5",
+        "import typing; eta: typing.Literal['a', 'b'] | None = 'a'",
+        "RpropConfig.eta has the type Literal['a', 'b'], which options cannot have: write str, and check the value in "
+        "problems()",
+    ),
+    "enum": (
+        "eta: float = 0.5",
+        "import enum; eta: enum.Enum('Act', 'RELU GELU') = None",
+        "RpropConfig.eta has the type Act, which a checkpoint cannot hold: write str, and check the value in problems(",
+    ),
+    "path": (
+        "eta: float = 0.5",
+        "import pathlib; eta: list[pathlib.Path] = None",
+        "RpropConfig.eta has the type Path, which a checkpoint cannot hold: write str, and call Path where it is used",
+    ),
     "no such type": ("eta: float = 0.5", "eta: set = None", "eta: "),
     "no default": ("eta: float = 0.5", "eta: float", "my_rprop.py, line 9)"),
     "no syntax": ("def rprop(", "def rprop((", "SyntaxError: "),
