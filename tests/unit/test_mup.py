@@ -22,6 +22,7 @@ from wordrun.checkpoint.saved import find
 from wordrun.checks import check
 from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.export import main
 from wordrun.model import mup
@@ -49,7 +50,7 @@ def made(cfg: TransformerConfig, words: list[str]) -> tuple[models.Transformer, 
     """Return the model and the optimizer as a backend makes it."""
     model, whole = models.build(cfg, V, seed=1), replace(composed(*words), model=cfg)
     make = lambda p: part_of("optimizer", whole.optimizer).build(whole.optimizer, p)  # noqa: E731
-    spec = BackendSpec(whole, None, None, None, make)  # type: ignore[arg-type]
+    spec = BackendSpec(whole, None, Layout(), None, make)  # type: ignore[arg-type]
     return model, spec.optimizer(NamedParameters(model.named_parameters(), model.matrices()))
 
 
