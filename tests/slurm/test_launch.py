@@ -351,8 +351,23 @@ def test_ranks_are_told_before_the_walltime_ends(cluster: Cluster, tmp_path: Pat
     assert "launch: the walltime ends soon" in (tmp_path / "out").read_text()
 
 
+# As on a busy host, rank 0 acts on SIGABRT later than the other one, whose end would end the step.
+STUCK = """
+import os, signal, time
+def waits_for_ever():
+    if os.environ["RANK"] == "0":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGABRT])
+        while signal.SIGABRT not in signal.sigpending():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGABRT])
+    time.sleep(60)
+waits_for_ever()
+"""
+
+
 def test_idle_ranks_show_their_stacks(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "stuck.py").write_text("import time\ndef waits_for_ever():\n    time.sleep(60)\nwaits_for_ever()\n")
+    (tmp_path / "stuck.py").write_text(STUCK)
     for folder, does in (("none", "exit 1"), ("one", "echo stacks of $(tr '\\0' ' ' < /proc/$3/cmdline)")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "py-spy").write_text(f"#!/bin/sh\n{does}\n")

@@ -18,6 +18,8 @@ from test_world import AURORA, POLARIS
 
 from wordrun.dist import World
 from wordrun.dist.rendezvous import _host_store
+from wordrun.launch import loopback
+from wordrun.launch.loopback import close_to_others
 from wordrun.launch.meeting import LISTENING, Meeting, connections
 
 if TYPE_CHECKING:
@@ -199,6 +201,39 @@ def test_ranks_that_other_hosts_may_have_to_reach_are_not_closed_to_them(tell: T
         tell(0, "listen to all")
         here_alone(1, **changed).sample()
         assert not bound(launchers)
+
+
+@pytest.mark.usefixtures("pidfd_getfd")
+def test_a_socket_is_closed_to_other_hosts_although_files_before_it_have_just_been_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = os.listdir
+
+    def before_it_closed_two(folder: str) -> list[str]:
+        return ["998", "999", *listed(folder)]
+
+    monkeypatch.setattr(os, "listdir", before_it_closed_two)
+    with socket.create_server(("", 0)) as server:
+        assert close_to_others(os.getpid(), str(os.fstat(server.fileno()).st_ino))
+        assert bound(server)
+
+
+@pytest.mark.usefixtures("pidfd_getfd")
+def test_a_socket_that_was_looked_for_in_a_process_that_ended_is_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch, tell: Tell
+) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+        assert not close_to_others(ended.pid, "1")
+    assert not close_to_others(os.getpid(), "1")  # has no such socket
+    with socket.create_server(("", 0)) as launchers:
+        meeting = here_alone(tell(0, "listen to all"))
+        monkeypatch.setattr(loopback, "close_to_others", lambda pid, inode: False)
+        meeting.sample()
+        monkeypatch.undo()
+        for _ in range(10):  # one of which reads the table of connections
+            meeting.sample()
+        assert (bound(launchers), tell(0, "bound")) == (True, 1)
 
 
 def bound(sock: socket.socket) -> bool:

@@ -121,14 +121,14 @@ class Meeting:
                 of_process[inode] = pid
         if owners.keys() != self._inodes:
             self._inodes, self._changed = frozenset(owners), self._samples
-        is_new = bool(self.libraries) and self._samples - self._changed < CHANGING
-        is_due = self.met or is_new or self._samples % 10 == 0
+        is_changing = bool(self.libraries) and self._samples - self._changed < CHANGING
+        is_due = self.met or is_changing or self._samples % 10 == 0
         found = []
         for state, here, there, inode in connections() if is_due else ():
             if inode in owners:
                 found.append((owners[inode], state, here, there))
-                if state == LISTENING and inode not in self._closed and self._is_open_to_all(owners[inode], here):
-                    loopback.close_to_others(of_process[inode], inode)
+                is_open = state == LISTENING and inode not in self._closed and self._is_open_to_all(owners[inode], here)
+                if is_open and loopback.close_to_others(of_process[inode], inode):
                     self._closed.add(inode)
         self._samples += 1
         self._listened |= any(rank and state == LISTENING for rank, state, _, _ in found)

@@ -109,7 +109,7 @@ class Output:
     interrupted: bool = False
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
     killed: str = ""
-    """Regular expression for the launcher's line about a process killed by SIGKILL."""
+    """Regular expression for the line of the launcher, or of its MPI library, about a process killed by SIGKILL."""
     names_kill: bool = False
     """The launcher has written such a line."""
     lost: str = ""
@@ -229,7 +229,7 @@ class Output:
 
     def _show(self, pipe: Pipe, text: bytes) -> bool:
         """Write whole lines; return whether our own output is still open."""
-        if pipe.rank is None:
+        if pipe.rank is None or pipe.sink == 2:
             self._look_for_kill(text)
         if pipe.own and self.quiet:
             self._fold(text)

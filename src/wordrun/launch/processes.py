@@ -109,20 +109,23 @@ def _below(pid: int) -> Iterator[int]:
     yield from todo[1:]
 
 
-def abort_in_turn(launcher: int, ranks: list[int], daemons: tuple[str, ...]) -> None:
-    """Send SIGABRT to one rank after another, so that their stacks are not interleaved.
+def abort_in_turn(ranks: list[int]) -> None:
+    """Send SIGABRT to one rank after another, so that their stacks are not interleaved."""
+    for rank in ranks:
+        send(rank, signal.SIGABRT)
+        deadline = time.monotonic() + ABORT_S
+        while time.monotonic() < deadline and any(process.pid == rank for process in _table()):
+            time.sleep(0.01)
 
-    ``launcher`` and its daemons are paused meanwhile: they would kill the other ranks once the first one aborts.
-    """
+
+@contextlib.contextmanager
+def paused(launcher: int, daemons: tuple[str, ...]) -> Iterator[None]:
+    """Pause ``launcher`` and its daemons: they would kill the other ranks once the first one aborts."""
     above = [launcher, *(p.pid for p in descendants(launcher) if p.name.startswith(daemons))]
     for pid in above:
         send(pid, signal.SIGSTOP)
     try:
-        for rank in ranks:
-            send(rank, signal.SIGABRT)
-            deadline = time.monotonic() + ABORT_S
-            while time.monotonic() < deadline and any(process.pid == rank for process in _table()):
-                time.sleep(0.01)
+        yield
     finally:
         for pid in above:
             send(pid, signal.SIGCONT)

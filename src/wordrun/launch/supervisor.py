@@ -282,10 +282,12 @@ class Supervisor:
             self.give_up()
             return
         say("py-spy is not installed or not permitted, so each rank prints its stacks and aborts (SIGABRT)")
-        if launcher.is_step:
-            self.deliver(signal.SIGABRT)  # on all hosts
-        else:
-            processes.abort_in_turn(self.child.pid, ranks, launcher.daemons)
+        with processes.paused(self.child.pid, launcher.daemons):
+            if launcher.is_step:
+                self.deliver(signal.SIGABRT)  # on all hosts
+                time.sleep(processes.ABORT_S)
+            else:
+                processes.abort_in_turn(ranks)
         self.patience(FAILURE_PATIENCE_S, self.give_up)
 
     def give_up(self) -> None:
