@@ -6,6 +6,7 @@ skipped with what it needs; under ``CI=true`` a tier that ought to run and did n
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -39,6 +40,8 @@ sys.dont_write_bytecode = False  # of the tests, which every worker and session 
 TIERS = ("unit", "dist", "mpi", "slurm", "pbs", "gpu")
 # Tests of real processes and schedulers, which depend on the machine's load, are run once more if they fail.
 TRIED_TWICE = ("dist", "mpi", "slurm", "pbs")
+# Files of the tier dist whose ranks wait or are alone most of the time: they need not wait for each other.
+MOSTLY_ONE_CORE = ("test_compile.py", "test_hangs.py", "test_setup.py", "test_startup.py", "test_tutorials.py")
 _TIME_LIMIT = pytest.StashKey[Any]()
 # What CI's machines have: none has a GPU or PBS.
 EXPECTED_IN_CI = ("unit", "dist", "mpi", "slurm")
@@ -129,8 +132,9 @@ class OneAtATime(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        tier = nodeid.split("/")[1]
-        return tier if tier in ("dist", "slurm", "pbs") else super()._split_scope(nodeid)
+        tier, file = nodeid.partition("::")[0].split("/")[1:3]
+        needs_all = tier in ("dist", "slurm", "pbs") and file not in MOSTLY_ONE_CORE
+        return tier if needs_all else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneAtATime:
@@ -144,11 +148,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("tests that failed at their first attempt: each is a bug, please report it")
         for report in failed:
             terminalreporter.write_line("\n".join([f"{report.nodeid} ({report.when})", *_why(report)]))
-    passed = _passed_by_tier(terminalreporter)
+    passed, lacks = _passed_by_tier(terminalreporter), _lacks(terminalreporter)
     terminalreporter.section("tiers")
     for tier in TIERS:
-        state = f"{passed[tier]} passed" if passed[tier] else f"did not run; needs {_missing(tier) or 'tests'}"
+        lacking = f"did not run; needs {lacks[tier]}" if tier in lacks else "no test passed"
+        state = f"{passed[tier]} passed" if passed[tier] else lacking
         terminalreporter.write_line(f"{tier:<6} {state}")
+
+
+def _lacks(reporter: Any) -> dict[str, str]:
+    """Return what tiers lack, by the reports of their tests: looking again would import torch once more."""
+    reasons: dict[str, collections.Counter[str]] = {}
+    for report in reporter.stats.get("skipped", []):
+        tier = reasons.setdefault(report.nodeid.split("/")[1], collections.Counter())
+        tier[report.longrepr[2].removeprefix("Skipped: needs ")] += 1
+    return {tier: counted.most_common(1)[0][0] for tier, counted in reasons.items()}
 
 
 def _why(report: pytest.TestReport) -> list[str]:
