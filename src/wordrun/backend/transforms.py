@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from wordrun import compat
 from wordrun.backend import float8
@@ -85,18 +90,16 @@ def prepare_block(block: Any, number: int, cfg: Config, options: Options = None)
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, selective: bool, **kwargs: Any) -> Any:
     """Return what ``forward`` of ``block`` returns, and compute its activations again in the backward pass."""
-    contexts: Callable[[], Any] | None = partial(create_selective_checkpoint_contexts, _keep_products)
-    contexts = contexts if selective else None
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products) if selective else noop_context_fn
     # Compiled code updates buffers once, and takes only torch's own contexts.
     if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
         contexts = partial(_with_buffers, block, contexts)
-    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _with_buffers(block: nn.Module, contexts: Callable[[], Any] | None) -> tuple[AbstractContextManager[Any], Any]:
+def _with_buffers(block: nn.Module, contexts: Callable[[], Any]) -> tuple[AbstractContextManager[Any], Any]:
     """Return the contexts of the forward pass and of its recomputation, which leaves the buffers as they are."""
-    first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    first, second = contexts()
     return first, _both(unchanged_buffers(block), second)
 
 
