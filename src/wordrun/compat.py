@@ -177,9 +177,9 @@ def _unless_loaded(outer: Any, inner: Any) -> Any:
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of ``optimizer``; torch's own do not import the compiler, which would have nothing to compile."""
+    """Take a step of ``optimizer``; torch's own ``step`` does not import the compiler: nothing is to be compiled."""
     kind: Any = type(optimizer)
-    if compiler_is_loaded() or not kind.__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+    if compiler_is_loaded() or not kind.step.__module__.startswith("torch.optim.") or "step" in vars(optimizer):
         optimizer.step()
     else:
         _plain_step(kind)(optimizer)

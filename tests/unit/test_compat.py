@@ -62,6 +62,7 @@ def remedy(name: str, function: str) -> str:
         (torch.Tensor, "_version", "version_of"),
         (_StridedShard(0, split_factor=2), "split_factor", "is_strided"),
         (torch.optim.Optimizer, "profile_hook_step", "_plain_step"),
+        (torch.optim.AdamW, "_init_group", "compat_adamw.AdamW"),
         (DistributedDataParallel, "_inside_ddp_forward", "spare_the_compiler"),
         (torch.nn.Linear(1, 1), "_compiled_call_impl", "is_compiled"),
         (torch.nn.SyncBatchNorm, "_check_non_zero_input_channels", "check_channels"),

@@ -14,6 +14,7 @@ from wordrun import compat
 from wordrun.backend.optimizer import NamedParameters
 from wordrun.backend.tensors import local
 from wordrun.checkpoint.shards import grid_of
+from wordrun.compat_adamw import AdamW
 from wordrun.config import MuonConfig
 from wordrun.model.base import Rows
 from wordrun.train.optim import Named, decay_groups
@@ -45,7 +46,7 @@ class Muon(torch.optim.Optimizer):
         self.rows = [rows_for(cfg.split, rows) for _, rows in hidden]
         rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
         groups = decay_groups(replace(cfg, weight_decay=cfg.adamw_weight_decay), rest)
-        self.adamw = torch.optim.AdamW(
+        self.adamw = AdamW(
             groups, lr=cfg.adamw_lr or cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
             fused=all(compat.has_fused_adamw(p.device) for _, p in rest),
         )  # fmt: skip

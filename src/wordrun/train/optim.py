@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from wordrun import compat
+from wordrun.compat_adamw import AdamW
 from wordrun.config import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 
 Named = Iterable[tuple[str, Parameter]]
@@ -18,7 +19,7 @@ def adamw(cfg: AdamWConfig, parameters: Named) -> torch.optim.Optimizer:
     """Return AdamW (Loshchilov and Hutter 2019) over ``parameters``, fused if the device supports it."""
     groups = decay_groups(cfg, parameters)
     fused = all(compat.has_fused_adamw(p.device) for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
+    return AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
 
 
 def sgd(cfg: SGDConfig, parameters: Named) -> torch.optim.Optimizer:

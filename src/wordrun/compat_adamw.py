@@ -1,0 +1,28 @@
+"""The wrapper of ``compat`` for torch's AdamW: a step of this rank's shards, where torch would step sharded tensors.
+
+Tried with torch 2.8 and 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wordrun import compat
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, which gives its operations this rank's shards of parameters, gradients and means.
+
+    The results are the same to the bit. Of a sharded tensor, torch would work out for each operation and combination
+    of shapes how the result is sharded, which takes a third of a second at the first step of even the smallest model.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        """Fill ``lists`` with the tensors of a step; a version of torch without this method steps sharded tensors."""
+        found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if compat.is_sharded(tensor) else tensor for tensor in tensors]
+        return found
