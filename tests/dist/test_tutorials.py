@@ -24,11 +24,13 @@ PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index"
 BLOCK = re.compile(r"(?:^`([\w./]+)`[^`\n]*:\n\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = (
     "train.max_iters=4", "train.log_interval=2", "train.eval_interval=4", "train.eval_iters=2", "train.device=cpu",
-    "train.dtype=fp32", "train.sample_tokens=8", "train.check_memory=false", "model.n_layer=2", "model.n_head=2",
+    "train.dtype=fp32", "train.sample_tokens=2", "train.check_memory=false", "model.n_layer=2", "model.n_head=2",
     "model.n_embd=16", "model.block_size=16", "model.batch_size=4", "optimizer.warmup_iters=0",
 )  # fmt: skip
 TESTED = ("launch --doctor",)
 """Commands that the README's tests run, too, and that take long."""
+FEWER = {"1,2": "1", "64KB..1MB": "64KB"}
+"""Of a study's ``--ranks`` and of the ``--sizes`` of ``--bench``, one will do."""
 SKIPPED = ("on a cluster", "on more ranks", "takes minutes")
 """Comments of lines that are left out."""
 ELSEWHERE = ("git", "pip", "source", "bin/quickstart", "qsub", "sbatch", "salloc", "ssh", "rsync", "squeue", "qstat")
@@ -75,7 +77,7 @@ def run(line: str, ranks: Command, command: Command) -> str:
     if words[0] in ELSEWHERE or comment.strip() in SKIPPED or line.startswith(TESTED):
         return ""
     on_ranks = words[0] == "launch" and words[1] == "-n" and not words[3].startswith("-")
-    words = ["1" if word == "1,2" else word for word in words]  # of a study's --ranks
+    words = [FEWER.get(word, word) for word in words]
     n, rest = (int(words[2]), words[3:]) if on_ranks else (1, words)
     rest = rest[1:] if rest[0] == "python" else ["-m", *rest]
     makes_processes = "prepare" in words or "experiment=first" in words  # forked ranks must not
