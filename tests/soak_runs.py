@@ -48,8 +48,10 @@ def command(
     python = [sys.executable]
     if elastic:
         words = command(folder, text, steps, memory=True)
-        hosts, script = folder.with_suffix(".hosts"), folder.with_suffix(".py")
+        # Its name is what tells guardians to import what ranks of wordrun need.
+        hosts, script = folder.with_suffix(".hosts"), folder.with_suffix(".command") / "wordrun"
         hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+        script.parent.mkdir(exist_ok=True)
         script.write_text(RANK)
         return [
             *words[:2], str(elastic), "--elastic", *([str(elastic // 2)] if fewer else []), "--retries", "100000",

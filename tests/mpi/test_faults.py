@@ -36,6 +36,21 @@ with dist.session() as world:
 """
 
 
+# Trains at most ten steps a second: while a node starts again, the others would take hundreds, which a run without
+# faults had to repeat. As the command's name is wordrun, guardians import as much for its ranks.
+PACED = """
+import sys, time
+from wordrun.cli import main
+from wordrun.train.trainer import Trainer
+take = Trainer._micro_batches
+def paced(trainer):
+    time.sleep(0.1)  # counts as a step's time, by which ranks decide how often they ask each other about signals
+    return take(trainer)
+Trainer._micro_batches = paced
+sys.exit(main())
+"""
+
+
 @pytest.fixture
 def alone(ranks: Any, tmp_path: Path) -> Callable[..., None]:
     """Train with these options on ranks that are forked."""
@@ -92,10 +107,11 @@ def lose_a_node_until_it_is_back(start: Start, home: Path, *words: str) -> tuple
     text, run = home / "text.txt", home / "run"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
     (home / "hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
+    (home / "wordrun").write_text(PACED)
     launch, *plain = soak_runs.command(run, text, 100_000)
     options = [*soak_runs.options(plain), "model.dropout=0", "schedule=constant", *words]
     nodes = ["--hostfile", str(home / "hosts"), "--launcher-args", "-launcher fork"]
-    python = [sys.executable, "-m", "wordrun"]
+    python = [sys.executable, str(home / "wordrun")]
     process = start(launch, "-n", "2", "--elastic", "1", "--env", "OMP_NUM_THREADS=1", *nodes, *python, *options)
     begun = lambda: soak_runs.last_step(run) >= 4 and soak_runs.living(run)  # noqa: E731
     on_disk = "train.checkpoint_interval=2" in words
