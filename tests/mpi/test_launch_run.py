@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import stand_in
 
 from forked import without_gloo
 from wordrun.launch.supervisor import STOP_PATIENCE_S
@@ -138,7 +139,7 @@ time.sleep(60)
 
 
 def environment(cwd: Path) -> dict[str, str]:
-    names = ("HOME", "LANG", "PYTHONPATH", "TMPDIR")
+    names = ("HOME", "LANG", "PYTHONPATH", "TMPDIR", stand_in.VARIABLE)
     return {
         "PATH": "/usr/bin:/bin",
         "PYTHONDONTWRITEBYTECODE": "1",
