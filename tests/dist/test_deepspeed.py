@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 TEXT = 100 * "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 SMALL = [
     "data=text", "tokenizer=char", "data.path=text.txt", "train.sample_prompt=The", "tracker=jsonl", "train.dtype=fp32",
-    "train.device=cpu", "train.global_batch_size=8", "train.max_iters=12",
-    "train.log_interval=1", "train.eval_interval=6", "train.eval_iters=3",
+    "train.device=cpu", "train.global_batch_size=8", "train.max_iters=8",
+    "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=3",
     "train.sample_interval=0", "train.sample_tokens=4", "train.save_best=false", "optimizer.warmup_iters=2",
     "optimizer.learning_rate=2e-3", "optimizer.grad_clip=0.5",
     "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32",
@@ -64,7 +64,7 @@ with dist.session() as world:
 
 MODELS = {"gpt": ["model.bias=true"], "llama": ["model=llama_debug", "model.n_kv_head=1", "model.n_hidden=40"]}
 # Half as far: enough where a setting changes how the same sums are made.
-SHORT = ["train.max_iters=6", "train.eval_interval=3"]
+SHORT = ["train.max_iters=4", "train.eval_interval=2"]
 SGD = ["optimizer=sgd", "optimizer.learning_rate=0.3", "optimizer.weight_decay=0.1"]
 REFERENCES = {"gpt, long": MODELS["gpt"], **{name: [*words, *SHORT] for name, words in MODELS.items()}}
 REFERENCES["gpt, sgd"] = [*REFERENCES["gpt"], *SGD]

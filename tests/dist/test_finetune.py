@@ -27,8 +27,8 @@ MODEL = [
 ]  # fmt: skip
 SMALL = [
     *MODEL, "data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "train.init_from=hf:base", "tracker=jsonl",
-    "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=8", "train.max_iters=8", "train.log_interval=1",
-    "train.eval_interval=4", "train.eval_iters=2", "train.sample_tokens=0", "train.save_best=false",
+    "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=8", "train.max_iters=4", "train.log_interval=1",
+    "train.eval_interval=2", "train.eval_iters=2", "train.sample_tokens=0", "train.save_best=false",
     "optimizer.warmup_iters=2", "optimizer.learning_rate=1e-2", "optimizer.decay_lr=false",
 ]  # fmt: skip
 LORA = ["model.lora_rank=4"]
@@ -82,7 +82,7 @@ def test_lora(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = [name for name in index.load(find(Path("lora")).folder) if name.startswith("model.")]
     assert len(stored) == 2 * 2 * 7
     assert all(name.endswith(("lora_a", "lora_b")) for name in stored)
-    half = train(ranks, 2, "half", *LORA, "train.backend=FSDP", "model.batch_size=4", "train.max_iters=4")
+    half = train(ranks, 2, "half", *LORA, "train.backend=FSDP", "model.batch_size=4", "train.max_iters=2")
     words = [*LORA, "train.backend=FSDP", "model.batch_size=4", "train.resume=half"]
     whole = train(ranks, 2, "half", *words)
     assert whole[: len(half)] == half

@@ -61,7 +61,6 @@ TWO = {
     "fsdp": FSDP,
     "kept": [*FSDP, "backend.reshard_after_forward=false"],
     "aligned": [*FSDP, "backend.cpu_offload=true"],
-    "cp": ["train.backend=FSDP", "backend.cp=2", "model.batch_size=8"],
     "tp": ["train.backend=TP", "model.batch_size=8"],
     "pp": ["train.backend=PP", "model.batch_size=8"],
     # The first stage and the last one, with the two copies of the tied weight, are on one rank.
