@@ -154,7 +154,7 @@ def test_bandwidths_between_nodes(cluster: Cluster, tmp_path: Path) -> None:
     assert "pairs of nodes, 4 MB: slowest" in got.stdout
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+@pytest.mark.parametrize("mpi", [pytest.param("none", marks=pytest.mark.forked_programs), "pmi2"])
 def test_a_bare_srun(cluster: Cluster, tmp_path: Path, mpi: str) -> None:
     words = ("srun", f"--mpi={mpi}", "-N2", "-n2", sys.executable, "-m", "wordrun", *SMALL, "model.batch_size=4")
     got = cluster.run(*words, timeout=120)
@@ -173,6 +173,7 @@ def test_under_a_bare_srun_mpi_uses_libfabric(cluster: Cluster) -> None:
     assert got.stdout.splitlines() == ["4 over ofi"] * 4, got.stderr
 
 
+@pytest.mark.forked_programs
 def test_a_bare_srun_shares_the_cores_among_the_ranks_of_a_node(cluster: Cluster) -> None:
     words = ("srun", "-N1", "-n4", "env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "wordrun", *SMALL)
     got = cluster.run(*words, "model.batch_size=2", timeout=120)
@@ -292,6 +293,7 @@ with session() as world:
 """
 
 
+@pytest.mark.forked_programs
 def test_a_port_that_was_taken_in_the_meantime_is_survived(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(TAKEN_ONCE)
     # Over MPI, rank 0 would tell the others of another port.
