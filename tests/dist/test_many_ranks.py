@@ -171,7 +171,21 @@ def own_group(ranks, *args, **options):
     return td.new_group(ranks, *args, **options) if rank in ranks else None
 
 
-with mock.patch.object(device_mesh, "new_group", own_group):
+# Those of a rank's optimizers are the same.
+meshes = {}
+
+
+def own_mesh(device, shape, mesh_dim_names):
+    key = (device, tuple(shape), tuple(mesh_dim_names))
+    if key not in meshes:
+        meshes[key] = device_mesh.init_device_mesh(device, shape, mesh_dim_names=mesh_dim_names)
+    return meshes[key]
+
+
+with (
+    mock.patch.object(device_mesh, "new_group", own_group),
+    mock.patch("wordrun.backend.fsdp.init_device_mesh", own_mesh),
+):
     for optimizer in optimizers:
         walk(optimizer)
 """
