@@ -116,6 +116,14 @@ def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
         yield drawing
 
 
+def drawn() -> AbstractContextManager[Any]:
+    """Let runs be drawn, also if the process that was forked has imported sitecustomize from tests/undrawn."""
+    from wordrun.train import run
+
+    changed = vars(run).get("drawing_of_users")
+    return mock.patch.multiple(run, **changed) if changed else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def shared_trees() -> Iterator[None]:
     """Share composed configs with other processes: see ``kept_trees``."""
@@ -140,7 +148,7 @@ def become(words: Sequence[str], folder: str, env: Mapping[str, str]) -> None:
     script = Path(words[0]).absolute()
     sys.argv, sys.path[0] = list(words), folder if words[0] == "-m" else str(script.parent)
     sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    with undrawn(), shared_trees():
+    with drawn() if env.get("DRAWN_BY_TESTS") else undrawn(), shared_trees():
         if words[0] == "-m":
             sys.argv = list(words[1:])
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)

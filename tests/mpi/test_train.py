@@ -126,14 +126,13 @@ def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.forked_programs(False)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_ends_the_run_after_a_whole_step(
     number: signal.Signals, status: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*SMOKE, "train.max_iters=100000", "train.eval_interval=0"]
     if drawn := number == signal.SIGINT:  # both signals take the same way out
-        monkeypatch.delenv("PYTHONPATH")  # draws the plots
+        monkeypatch.setenv("DRAWN_BY_TESTS", "1")
         words += ["profiler=pyinstrument"]
     job = start("launch", "-n", "2", "python", "-m", "wordrun", *words, stderr=subprocess.STDOUT)
     while not ((found := run_dirs(tmp_path)) and '"step": 5,' in (found[0] / "metrics.jsonl").read_text()):

@@ -1,6 +1,7 @@
 """Lets Python processes that tests start draw no plots and no report, as ``forked.undrawn``: it is half of a small run.
 
-They also share config trees: see ``kept_trees``. Python imports this file at its start from PYTHONPATH.
+Tests that look at them set ``DRAWN_BY_TESTS``. The processes also share config trees: see ``kept_trees``.
+Python imports this file at its start from PYTHONPATH.
 """
 
 import atexit
@@ -14,7 +15,7 @@ from typing import Any
 
 def _draw_nothing(run: ModuleType) -> None:
     page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html", preload_end=lambda: None)
-    vars(run).update(draw=lambda *_: [], page=page)
+    vars(run).update(draw=lambda *_: [], page=page, drawing_of_users={"draw": run.draw, "page": run.page})
 
 
 def _share_trees(tree: ModuleType) -> None:
@@ -24,6 +25,8 @@ def _share_trees(tree: ModuleType) -> None:
 
 
 CHANGES = {"wordrun.train.run": _draw_nothing, "wordrun.tree": _share_trees}
+if os.environ.get("DRAWN_BY_TESTS"):
+    del CHANGES["wordrun.train.run"]
 
 
 class Undrawn:
