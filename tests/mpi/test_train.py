@@ -126,7 +126,11 @@ def test_a_size_that_mpi_contradicts_stops_the_job(command: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    # SIGTERM to ranks that users start: test_next_steps.py.
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.forked_programs(False)), (signal.SIGTERM, 75)],
+)
 def test_a_signal_ends_the_run_after_a_whole_step(
     number: signal.Signals, status: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
