@@ -23,6 +23,17 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         """Fill ``lists`` with the tensors of a step; a version of torch without this method steps sharded tensors."""
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        parameters, gradients, *_ = lists
+        gradients[:] = map(_as_sharded, gradients, parameters)
         for tensors in lists:
             tensors[:] = [tensor.to_local() if compat.is_sharded(tensor) else tensor for tensor in tensors]
         return found
+
+
+def _as_sharded(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``gradient`` sharded as ``parameter``; one that is still to be summed over ranks is summed."""
+    if not compat.is_sharded(parameter) or not compat.is_sharded(gradient):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(parameter.device_mesh, parameter.placements)

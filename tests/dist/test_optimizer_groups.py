@@ -91,3 +91,51 @@ def test_changed_values_of_groups_and_the_dtype_of_states_resume_in_any_layout(r
     for name in ("fsdp", "pp", "back", "tp"):
         assert losses(name) == pytest.approx(whole, rel=1e-5), name
     assert losses("islands-on") == losses("islands")
+
+
+ADAMW = """
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from wordrun import dist
+from wordrun.compat_adamw import AdamW
+
+with dist.session(device="cpu") as world:
+    mesh, steps = init_device_mesh("cpu", (2,)), {}
+    for kind in (AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        parameters = []
+        for shape, placement, of_gradient in (
+            ((5, 4), Shard(0), Shard(0)), ((4, 3), Shard(1), Replicate()),
+            ((3,), Replicate(), Partial()), ((2,), None, None),
+        ):
+            whole, gradient = torch.randn(shape), torch.randn(shape)
+            if placement is None:
+                p = torch.nn.Parameter(whole)
+                p.grad = gradient
+            else:
+                shard = DTensor.from_local(whole, mesh, [Replicate()]).redistribute(mesh, [placement])
+                p = torch.nn.Parameter(shard)
+                p.grad = (
+                    DTensor.from_local(gradient * (world.rank + 1), mesh, [Partial()])
+                    if of_gradient == Partial()
+                    else DTensor.from_local(gradient, mesh, [Replicate()]).redistribute(mesh, [of_gradient])
+                )
+            parameters.append(p)
+        groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]  # torch refuses to mix them
+        optimizer = kind(groups, lr=0.1, weight_decay=0.1, fused=FUSED)
+        for _ in range(3):
+            optimizer.step()
+        states = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
+        assert [isinstance(state, DTensor) for state in states] == [True, True, True, False]
+        steps[kind] = [t.to_local() if isinstance(t, DTensor) else t for t in (*parameters, *states)]
+    for ours, theirs in zip(*steps.values(), strict=True):
+        assert torch.equal(ours, theirs)
+"""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_steps_shards_as_torch_steps_sharded_tensors(fused: bool, ranks: Any, tmp_path: Path) -> None:
+    """To the bit, also where a gradient is sharded otherwise than its parameter, or still to be summed."""
+    (tmp_path / "script.py").write_text(ADAMW.replace("FUSED", str(fused)))
+    done = ranks(2, "script.py", under="fork", timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -77,6 +77,7 @@ MAY_USE: dict[str, set[str]] = {
     "runs": {"files", "errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},
+    "compat_adamw": {"compat"},
     "compat_context": set(),
     "compat_experts": set(),
     "compat_tensor": set(),
@@ -87,7 +88,7 @@ MAY_USE: dict[str, set[str]] = {
     "prepare": CONFIG | {"data", "compat_vision"},
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
-    | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
+    | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "compat_adamw", "runs", "report"},
     "sweep": CONFIG | {"launch", "runs", "train"},
     "bandwidth": PARALLEL | {"version", "compat_context"},
     "bandwidth_files": set(),
