@@ -16,8 +16,9 @@ from wordrun import compat
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, which gives its operations this rank's shards of parameters, gradients and means.
 
-    The results are the same to the bit. Of a sharded tensor, torch would work out for each operation and combination
-    of shapes how the result is sharded, which takes a third of a second at the first step of even the smallest model.
+    The results are the same to the bit. For a sharded tensor, torch works out for each operation and combination of
+    shapes how the result is sharded: with 24 blocks under FSDP on two CPU cores, the first step takes 0.28 s instead of
+    0.02, and each later one 5 ms instead of 2.5.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun import compat
 from wordrun.backend import float8
@@ -90,16 +85,17 @@ def prepare_block(block: Any, number: int, cfg: Config, options: Options = None)
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, selective: bool, **kwargs: Any) -> Any:
     """Return what ``forward`` of ``block`` returns, and compute its activations again in the backward pass."""
-    contexts = partial(create_selective_checkpoint_contexts, _keep_products) if selective else noop_context_fn
-    # Compiled code updates buffers once, and takes only torch's own contexts.
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products) if selective else None
+    # Compiled code updates buffers once, and takes no other contexts than those of selective checkpointing.
     if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
         contexts = partial(_with_buffers, block, contexts)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
-def _with_buffers(block: nn.Module, contexts: Callable[[], Any]) -> tuple[AbstractContextManager[Any], Any]:
+def _with_buffers(block: nn.Module, contexts: Callable[[], Any] | None) -> tuple[AbstractContextManager[Any], Any]:
     """Return the contexts of the forward pass and of its recomputation, which leaves the buffers as they are."""
-    first, second = contexts()
+    first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
     return first, _both(unchanged_buffers(block), second)
 
 
