@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wordrun import compat
+from wordrun.backend.tensors import local
 
 
 class AdamW(torch.optim.AdamW):
@@ -27,14 +28,15 @@ class AdamW(torch.optim.AdamW):
         parameters, gradients, *_ = lists
         gradients[:] = map(_as_sharded, gradients, parameters)
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if compat.is_sharded(tensor) else tensor for tensor in tensors]
+            tensors[:] = map(local, tensors)
         return found
 
 
 def _as_sharded(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return ``gradient`` sharded as ``parameter``; one that is still to be summed over ranks is summed."""
-    if not compat.is_sharded(parameter) or not compat.is_sharded(gradient):
-        return gradient
-    if gradient.placements == parameter.placements:
+    if (
+        not (compat.is_sharded(parameter) and compat.is_sharded(gradient))
+        or gradient.placements == parameter.placements
+    ):
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)

@@ -77,7 +77,7 @@ MAY_USE: dict[str, set[str]] = {
     "runs": {"files", "errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},
-    "compat_adamw": {"compat"},
+    "compat_adamw": {"compat", "backend"},
     "compat_context": set(),
     "compat_experts": set(),
     "compat_tensor": set(),
