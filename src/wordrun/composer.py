@@ -31,7 +31,7 @@ from wordrun.config import (
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.part_source import PartSource, SearchPath, all_problems
-from wordrun.refusals import REFUSALS, diagnose, name_of, nearest_option, option_names
+from wordrun.refusals import REFUSALS, diagnose, name_of, option_names, unknown_option
 from wordrun.registry import backends
 from wordrun.run_id import new_run_id
 from wordrun.tree import Tree, composed_tree
@@ -234,7 +234,7 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
             name = f"{prefix}{key!s}"
             unset = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
             if declared is not None and key not in declared and name != "hydra":
-                yield f"unknown option '{name}'{nearest_option(name, known)}"
+                yield unknown_option(name, known)
             elif name != "hydra" and not unset and isinstance(node[key], DictConfig):
                 yield from walk(node[key], f"{name}.")
 

@@ -114,7 +114,7 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
     known = sorted({*option_names(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
-        return f"unknown option '{name}'{nearest_option(name, known)}"
+        return unknown_option(name, known)
     # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
     wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
     if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
@@ -129,6 +129,13 @@ def unparsable(override: str) -> str:
     """Return the message for an ``override`` with a value that is not in Hydra's grammar."""
     key, _, value = override.partition("=")
     return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
+
+
+def unknown_option(name: str, known: Sequence[str]) -> str:
+    """Return the message for the option ``name``, which is not one of the ``known`` ones."""
+    if name in synonyms.GONE:
+        return f"{name} was removed: {synonyms.GONE[name]}"
+    return f"unknown option '{name}'{nearest_option(name, known)}"
 
 
 def nearest_option(name: str, known: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What options, values and commands are called elsewhere: the message about an unknown one has wordrun's own name."""
+"""What options, values and commands are called elsewhere or were called before: messages have today's name."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ COMMANDS = {
     "info": "launch --info", "submit": "launch --submit",
 }  # fmt: skip
 """Words that are no commands of wordrun, and what does the same."""
+GONE: dict[str, str] = {}
+"""Options that wordrun no longer has, and what to use instead."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 

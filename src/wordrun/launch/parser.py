@@ -185,6 +185,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
 }
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
+GONE: dict[str, str] = {}
+"""Options that ``launch`` no longer has, and what to use instead."""
 
 _RANKS, _START, SUBMISSION, _ = GROUPS.values()
 # Options passed on to the launch inside a submitted job.
@@ -241,7 +243,8 @@ def parse(words: Sequence[str]) -> Options:
         name, equals, value = word.partition("=")
         option = OPTIONS.get(name)
         if option is None or (equals and not name.startswith("--")):
-            problems.append(f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)")
+            unknown = f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)"
+            problems.append(f"{name} was removed: {GONE[name]}" if name in GONE else unknown)
             break  # it may take a value, so it is unclear where COMMAND begins
         if not option.metavar and equals:
             problems.append(f"{name} takes no value")
