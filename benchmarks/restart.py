@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = {"living ranks stay": ["--elastic"], "all ranks are forked": ["--elastic", "--stay", "0"], "launched again": []}
+WAYS = {"ranks are forked": ["--elastic"], "launched again": []}
 BETWEEN = 12
 """Steps between two faults."""
 
@@ -93,13 +93,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     home = Path(tempfile.mkdtemp(prefix="restart-"))
     # As many steps as the others take.
-    train(
-        "living ranks stay",
-        0,
-        args.n,
-        home / "whole",
-        [f"train.max_iters={BETWEEN * (args.faults + 1)}", *args.overrides],
-    )
+    length = f"train.max_iters={BETWEEN * (args.faults + 1)}"
+    train("ranks are forked", 0, args.n, home / "whole", [length, *args.overrides])
     losses = [line["loss"] for line in steps(home / "whole")]
     medians = {}
     for way in args.ways:
@@ -111,9 +106,7 @@ def main() -> None:
         medians[way] = statistics.median(seconds)
         lost = max(fault["last_step"] - fault["resumed_step"] for fault in found)
         late = seconds[max(0, round(0.95 * len(seconds)) - 1)]
-        stayed = [fault.get("stayed", 0) for fault in found]
-        facts = f"at most {lost} steps lost, {min(stayed)} to {max(stayed)} ranks stayed"
-        print(f"{way:<21} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), {facts}")
+        print(f"{way:<16} {medians[way]:6.2f} s (median), {late:6.2f} s (95th percentile), at most {lost} steps lost")
     for way, seconds in medians.items():
         print(f"{way}: {seconds / medians[args.ways[-1]]:.2f} of the time of '{args.ways[-1]}'")
     print(f"the losses are bitwise equal; {home}")

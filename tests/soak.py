@@ -14,8 +14,7 @@ with its memory.
 With ``--elastic``, guardians start the ranks, 4 on two simulated nodes, and the launch goes on unless it is killed
 itself. Ranks, all ranks of a node, guardians and whole nodes are then hit in the midst of a step, an evaluation, a
 save, their start and a restart; ranks are also stopped, guardians killed while they import, and memory is full, also
-during a restart. With ``--fewer`` as well, a run that has lost a node continues with half of its ranks until the node
-is back, and the losses are equal to 1e-5. ``--json FILE`` collects what several such runs have cost.
+during a restart. ``--json FILE`` collects what several such runs have cost.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ class Elastic:
 
 
 def soak_elastic(
-    home: Path, faults: int, seed: int, steps: int, ranks: int = 4, *, fewer: bool = False, file: Path | None = None,
+    home: Path, faults: int, seed: int, steps: int, ranks: int = 4, *, file: Path | None = None,
     whole: Callable[[list[str]], None] | None = None,
 ) -> list[str]:  # fmt: skip
     """Hit a training under guardians ``faults`` times; return what happened, or raise SystemExit if it is wrong.
@@ -225,7 +224,7 @@ def soak_elastic(
     dice = random.Random(seed)
     text = home / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 200)
-    run = Elastic(command(home / "run", text, steps, elastic=ranks, fewer=fewer), home / "run", dice)
+    run = Elastic(command(home / "run", text, steps, elastic=ranks), home / "run", dice)
     told: list[str] = []
     try:
         hit(run, faults, told)
@@ -233,8 +232,8 @@ def soak_elastic(
         if run.process is not None:
             run.process.kill()
         raise
-    undisturbed(home, command(home / "whole", text, steps, elastic=ranks, fewer=fewer), whole)
-    compare(home, steps, error=1e-5 if fewer else 0.0)
+    undisturbed(home, command(home / "whole", text, steps, elastic=ranks), whole)
+    compare(home, steps)
     found = json.loads((home / "run" / "run.json").read_text())["recoveries"]
     report(found, faults, run.lost, file)
     if run.lost:
@@ -317,7 +316,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of the training (0: enough for all runs)")
     parser.add_argument("--memory", action="store_true", help="with checkpoints in memory, and nodes that are lost")
     parser.add_argument("--elastic", action="store_true", help="under guardians, on two simulated nodes")
-    parser.add_argument("--fewer", action="store_true", help="with --elastic: continue without a lost node")
     parser.add_argument("--ranks", type=int, default=4, help="with --elastic")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="with --elastic: add what the faults have cost to FILE"
@@ -330,11 +328,10 @@ def main() -> None:
     began = time.monotonic()
     steps = args.steps or 20 + (8 if args.elastic else 12) * args.runs
     if args.elastic:
-        soak_elastic(home, args.runs, args.seed, steps, args.ranks, fewer=args.fewer, file=args.json)
+        soak_elastic(home, args.runs, args.seed, steps, args.ranks, file=args.json)
     else:
         soak(home, args.runs, args.seed, steps, memory=args.memory)
-    equal = "to 1e-5" if args.fewer else "to the bit"
-    print(f"{args.runs} runs, the losses are equal {equal}; {time.monotonic() - began:.0f} s in {home}")
+    print(f"{args.runs} runs, the losses are equal to the bit; {time.monotonic() - began:.0f} s in {home}")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def _of_launch(before: Sequence[str], current: str, commands: Mapping[str, str])
     while at < len(before) and before[at].startswith("-"):
         word = before[at]
         option = LAUNCH_OPTIONS.get(word)
-        at += 2 if option and option.takes("".join(before[at + 1 : at + 2])) else 1
+        at += 2 if option and option.metavar else 1
         if word == "--":
             break
     if at > len(before):  # the value of the last option

@@ -117,7 +117,6 @@ PAGES = {
     "wordrun.checkpoint.folder.locate": "checkpoints.md#resuming",
     "wordrun.checkpoint.node_memory": "checkpoints.md#checkpoints-in-memory",
     "wordrun.checks": "",
-    "wordrun.sizes": "launch.md#fewer-ranks",
     "wordrun.compat_vision": "install.md#extras",
     "wordrun.compat_deepspeed": "backends.md#deepspeed",
     "wordrun.completion": "",

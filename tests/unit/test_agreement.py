@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,7 +26,7 @@ def together(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Agreement], An
     first = TCPStore("127.0.0.1", 0, N, True, timeout=wait, wait_for_workers=False)
     stores = [first, *(TCPStore("127.0.0.1", first.port, N, False, timeout=wait) for _ in range(N - 1))]
     before = first.num_keys()
-    monkeypatch.setattr(agreement, "call_number", lambda kind: 0)  # each thread is a process
+    monkeypatch.setattr(agreement, "_numbers", itertools.repeat(0))  # each thread is a process
     made = [Agreement(World(rank=rank, size=N), timeout_s) for rank in range(N)]
     with ThreadPoolExecutor(N) as pool:
         found = list(pool.map(act, range(N), made))

@@ -31,7 +31,7 @@ BASE = {
 }  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
-    "checks", "sizes", "refusals", "composer", "tree",
+    "checks", "refusals", "composer", "tree",
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -66,7 +66,6 @@ MAY_USE: dict[str, set[str]] = {
     "layouts": {"errors", "dist", "config"},
     "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts", "registry"},
     "part_source": {"errors", "project", "registry", "config"},
-    "sizes": {"errors", "config", "layouts", "checks"},
     "tree": {"project", "registry"},
     "refusals": {"errors", "synonyms", "registry", "config"},
     "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree", "refusals"},

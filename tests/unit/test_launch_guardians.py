@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import answers, elastic, guardian, program as imported_before
+from wordrun.launch import answers, elastic, guardian, nodes, program as imported_before
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.forking import python_command
 from wordrun.launch.job_script import inner
@@ -62,7 +63,6 @@ def test_under_hang_an_interpreter_starts() -> None:
     ("words", "message"),
     [
         (["--cpu-bind", "core"], "--cpu-bind core: with --elastic, guardians bind the ranks; leave it out"),
-        (["--elastic", "2"], "--elastic 2: the run starts with 2 ranks, so use a number of at most 1, or none"),
         (["--launcher", "torchrun"], "--launcher torchrun: with --elastic, guardians start the ranks; leave it out"),
     ],
 )
@@ -135,17 +135,18 @@ class Head:
         for node in range(2):
             self.say(node, event, **(facts[node] if facts else {"port": 5000 + node}))
 
-    def hear(self, do: str) -> list[dict[str, Any]]:
-        """Return what both guardians are told next."""
-        while not all(self.inbox):
+    def hear(self, do: str, *nodes: int) -> list[dict[str, Any]]:
+        """Return what both guardians, or those of ``nodes``, are told next."""
+        nodes = nodes or (0, 1)
+        while not all(self.inbox[node] for node in nodes):
             for key, _ in self.output.selector.select(0.05):
                 key.data()
             self.head.look()
-            for node, link in enumerate(self.nodes):
-                link.socket.settimeout(0.01)
-                self.inbox[node] += link.receive() or []
-        told = [each.pop(0) for each in self.inbox]
-        assert [message["do"] for message in told] == [do, do]
+            for node in nodes:
+                self.nodes[node].socket.settimeout(0.01)
+                self.inbox[node] += self.nodes[node].receive() or []
+        told = [self.inbox[node].pop(0) for node in nodes]
+        assert [message["do"] for message in told] == [do] * len(nodes)
         return told
 
     def start(self) -> None:
@@ -186,11 +187,10 @@ def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None
     assert head.head.known() == {0: 100, 1: 101, 2: 102, 3: 103}
     head.exits(0, 1)
     head.exits(3, 137)
-    assert [message["stay"] for message in head.hear("end")] == [5.0, 5.0]
-    head.both("ended", {"port": 5000, "stays": [0, 1]}, {"port": 5001, "stays": [2]})
+    head.hear("end")
+    head.both("ended")
     head.start()
     assert head.reports() == {}
-    assert [(fault["stayed"], fault["started"]) for fault in head.kills.faults] == [(3, 1)]
     assert head.said == ["rank 3 was killed (SIGKILL, not for lack of memory on this host): restarting the ranks"]
     assert [(fault["rank"], fault["pid"], fault["cause"]) for fault in head.kills.faults] == [(3, 103, "SIGKILL")]
 
@@ -222,12 +222,9 @@ def test_the_answer_to_an_earlier_question_does_not_count(head: Head) -> None:
     assert [message["port"] for message in head.hear("start")] == [5000, 5000]
 
 
-def test_min_is_a_number_that_may_follow() -> None:
-    assert (parse(["--elastic", "python"]).elastic, parse(["--elastic", "python"]).least) == (True, None)
-    for words in (["--elastic", "1", "python"], ["--elastic=1", "python"]):
-        assert (parse(words).least, parse(words).command, parse(words).retries) == (1, ("python",), 10)
-    script = inner(parse(["--elastic", "1", "--elastic", "3", "--stay", "0", "-n", "4", "python"]), SCHEDULERS["slurm"])
-    assert script == ["launch", "-n", "4", "--retries", "10", "--elastic", "3", "--stay", "0", "--", "python"]
+def test_a_job_launches_with_guardians() -> None:
+    script = inner(parse(["--elastic", "-n", "4", "python"]), SCHEDULERS["slurm"])
+    assert script == ["launch", "-n", "4", "--retries", "10", "--elastic", "--", "python"]
 
 
 def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
@@ -242,33 +239,57 @@ def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
     assert head.said == ["the guardian on node1 has ended"]
 
 
-def test_without_a_node_the_others_continue_with_fewer_ranks(tmp_path: Path) -> None:
+def test_a_spare_node_takes_the_place_of_a_lost_one_which_is_spare_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loss in the midst of a restart, and one of the last node, which leaves nothing to continue on."""
+    monkeypatch.setattr(nodes, "FIRST_TRY_S", 0.0)
     (tmp_path / "status").mkdir()
-    found = Head(tmp_path / "status", 10, "--elastic", "2")
+    found = Head(tmp_path / "status", 10, "--oversubscribe", "--spare-nodes", "1")
+    again: list[tuple[tuple[str, ...], str]] = []
+    launcher = subprocess.Popen(["sleep", "60"])
+
+    def start_guardian(made: LaunchPlan, contact: str) -> Any:
+        again.append((made.guarded, contact))
+        return launcher
+
+    found.head.nodes.begin(start_guardian)
+    first, second = os.uname().nodename, "localhost"
     found.start()
+    assert found.head.plan.ranks.layout == (4,)
     found.exits(0, 137)
     found.hear("end")
-    found.nodes[1].close()
-    while len(found.said) < 2:
-        for key, _ in found.output.selector.select(0.05):
-            key.data()
-    assert found.said[1] == f"the guardian on node1 has ended: restarting 2 ranks (2 on {os.uname().nodename})"
+    found.nodes[0].close()
+    (told,) = found.hear("end", 1)
+    assert found.said[1] == f"the guardian on node0 has ended: restarting 4 ranks (4 on {second})"
     assert [fault["cause"] for fault in found.head.kills.faults] == ["SIGKILL", "lost guardian"]
-    told = found.nodes[0]
-    told.socket.settimeout(60)
-    assert [message["do"] for message in told.receive() or []] == ["end"]
-    found.say(0, "ended", port=5000)
-    found.say(0, "ended", port=5001)
-    started: list[dict[str, Any]] = []
-    while not started:
+    found.say(1, "ended", port=5000)
+    found.say(1, "ended", port=5001)
+    (told,) = found.hear("start", 1)
+    assert (told["layout"], told["port"], told["env"]["WORDRUN_HOSTS"]) == ([0, 4], 5000, second)
+    found.say(1, "started", pids={rank: 200 + rank for rank in range(4)})
+    found.hear("go", 1)
+    while not again:
+        found.head.look()
+    assert again == [((first,), f"{found.head.contact} 0")]
+    assert found.head.nodes.successor() is None, "it cannot take the place of the first launcher yet"
+    address, port, _ = found.head.contact.split()
+    found.nodes[0] = Link(socket.create_connection((address, int(port))))
+    found.say(0, "hello", secret=found.secret, node=0, host="node0")
+    found.hear("setup", 0)
+    found.say(0, "ready", port=5002)
+    while 0 not in found.head.nodes.ready:
         for key, _ in found.output.selector.select(0.05):
             key.data()
-        told.socket.settimeout(0.01)
-        started = told.receive() or []
-    assert [(each["do"], each["layout"], each["env"]["MASTER_ADDR"]) for each in started] == [
-        ("start", [2, 0], "127.0.0.1")
-    ]
+    assert found.head.state == "running", "the ranks need not notice"
+    assert found.head.nodes.successor() is launcher
+    launcher.kill()
+    launcher.wait()
+    found.nodes[1].close()
+    found.hear("end", 0)
+    found.say(0, "ended", port=5003)
+    (told,) = found.hear("start", 0)
+    assert (told["layout"], told["port"]) == ([4, 0], 5003)
     found.nodes[0].close()
     while not found.head.lost:
         for key, _ in found.output.selector.select(0.05):

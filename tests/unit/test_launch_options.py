@@ -106,6 +106,23 @@ def test_refusals_name_the_option_and_the_way_out(words: list[str], message: str
     assert caught.value.exit_status == 2
 
 
+@pytest.mark.parametrize("words", [["--elastic", "2", "true"], ["--elastic=2", "true"], ["--elastic=", "true"]])
+def test_a_number_for_elastic_is_refused_and_no_command(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["-n", "4", *words])
+    assert str(caught.value) == (
+        "--elastic MIN was removed: use --elastic without a number, and --spare-nodes K to replace nodes that are lost"
+    )
+    assert parse(["--elastic", "--", "2"]).command == ("2",)
+
+
+@pytest.mark.parametrize("words", [["--stay", "0"], ["--stay=5"], ["--stay"]])
+def test_stay_is_refused_in_one_line(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--elastic", *words, "python", "train.py"])
+    assert str(caught.value) == "--stay was removed: leave it out, since --elastic restarts all ranks after a fault"
+
+
 def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["-n", "0", "--ppn", "x", "--env", "A", "run"])

@@ -13,7 +13,6 @@
 
 from wordrun.dist.setup import (
     abort,
-    begin_anew,
     broadcast,
     cleanup,
     discover_or_exit,
@@ -29,7 +28,6 @@ from wordrun.dist.world import World, discover
 __all__ = [
     "World",
     "abort",
-    "begin_anew",
     "broadcast",
     "cleanup",
     "discover",

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from wordrun.dist import staying
-from wordrun.dist.setup import call_number, shared_store
+from wordrun.dist.setup import shared_store
 from wordrun.dist.world import World
 from wordrun.errors import WorldError
 
 # Polls per second by all ranks together.
 LOOKS_PER_S = 20_000
 SHORTEST_S = 0.005  # shortest pause between two polls of a rank
+_numbers = itertools.count()
 
 
 class Agreement:
@@ -29,7 +29,7 @@ class Agreement:
     def __init__(self, world: World, timeout_s: int) -> None:
         self.world, self.timeout_s, self._meetings = world, timeout_s, itertools.count()
         self._sent = itertools.count()
-        self._name = f"wordrun/agreement/{call_number('agreement')}"
+        self._name = f"wordrun/agreement/{next(_numbers)}"
         self._store = shared_store(world, timeout_s) if world.size > 1 else None
 
     def meet(self, problem: str = "", value: Any = None) -> tuple[str, list[Any]]:
@@ -90,8 +90,6 @@ class Agreement:
         """Wait by asking: a client that waits inside the store would block the main thread's calls."""
         end, pause = time.monotonic() + self.timeout_s, SHORTEST_S
         while not done():
-            if staying.is_over():
-                raise WorldError("another rank has died")
             if time.monotonic() > end:
                 raise WorldError(
                     f"not all of {self.world.size} ranks reached the same point within {self.timeout_s} s: look for an "

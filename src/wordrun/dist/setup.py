@@ -11,14 +11,13 @@ import random
 import sys
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from wordrun import cgroup, slurm
-from wordrun.dist import mpi, staying, values, watch
+from wordrun.dist import mpi, values, watch
 from wordrun.dist.device import backend_of, choose_device
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
@@ -27,6 +26,8 @@ from wordrun.log import LOGGER
 
 # A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0
+# A guardian ends the other ranks within this time [s] after one was killed.
+GUARDIAN_S = 1.0
 QUIET_S = 0.02
 # Time for mpiexec to read a traceback.
 OUTPUT_WAIT_S = 0.5
@@ -47,8 +48,8 @@ class _Joined:
 
 
 _joined = _Joined()
-_calls: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Numbers the calls that all ranks make in the same order, by kind; not reset, as a store may outlive a group."""
+_broadcasts = itertools.count()
+"""Numbers the broadcasts, which all ranks make in the same order; not reset, as a store may outlive a group."""
 
 
 def identify(env: Mapping[str, str] | None = None) -> World:
@@ -75,11 +76,6 @@ def shared_store(world: World, timeout_s: int = 1800) -> Any:
     return _joined.store
 
 
-def call_number(kind: str) -> int:
-    """Return the number of a call of this ``kind``, which all ranks make in the same order."""
-    return next(_calls[kind])
-
-
 def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
     """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
 
@@ -91,7 +87,7 @@ def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
     data = values.dumps(value) if world.rank == 0 else b""
     if mpi.in_use(world):
         return values.loads(mpi.broadcast(data))
-    store, key = shared_store(world, timeout_s), f"wordrun/broadcast/{call_number('broadcast')}"
+    store, key = shared_store(world, timeout_s), f"wordrun/broadcast/{next(_broadcasts)}"
     if world.rank == 0:
         store.set(key, data)
     return values.loads(store.get(key))
@@ -156,13 +152,6 @@ def cleanup() -> None:
         atexit.unregister(_leave)
 
 
-def begin_anew() -> None:
-    """Leave what remains of a generation, and wait for the next one, whose ranks meet in another store."""
-    _leave()
-    _calls.clear()
-    staying.rejoin()
-
-
 @contextlib.contextmanager
 def session(
     *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None, hang_s: float = 120.0
@@ -202,8 +191,7 @@ def guard(world: World) -> Iterator[None]:
     traceback, rank and host, and ends it with status 1. Ranks that fail as a consequence print nothing.
     """
     try:
-        with staying.noticing():
-            yield
+        yield
     except SystemExit as error:
         if error.code not in (None, 0):
             abort(world, error.code if isinstance(error.code, int) else 1)
@@ -245,9 +233,10 @@ def _report(world: World, message: str) -> None:
     if world.size == 1:
         print(message, file=sys.stderr, flush=True)
         return
-    staying.wait_for_guardian()
-    # Under guardians, launch lets the other ranks end by themselves before it ends them.
-    ending_s = 6.0 if "WORDRUN_GENERATION" in os.environ else 1.0
+    ending_s = 1.0
+    if "WORDRUN_GENERATION" in os.environ:
+        time.sleep(GUARDIAN_S)
+        ending_s = 6.0  # launch lets the other ranks end by themselves before it ends them
     if _joined.store is None:
         # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
         time.sleep(ending_s if world.rank else 0.0)
@@ -282,12 +271,11 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)
     try:
-        with staying.noting_sockets():
-            torch.distributed.init_process_group(
-                backend_of(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
-                rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
-                device_id=chosen if chosen.type != "cpu" else None,
-            )  # fmt: skip
+        torch.distributed.init_process_group(
+            backend_of(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
+            rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if chosen.type != "cpu" else None,
+        )  # fmt: skip
     except Exception:
         _joined.world = None
         raise

@@ -18,7 +18,7 @@ from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.parser import help_text, parse
 from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import look_around, make_plan, plan_again, records_folder
+from wordrun.launch.planner import look_around, make_plan, records_folder
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.version import __version__
@@ -111,7 +111,6 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         if warmed != options:
             options, plan = warmed, make_plan(warmed, same=plan.decided.run)
     left_out: frozenset[str] = frozenset()
-    elastic = plan.env.get("WORDRUN_ELASTIC")
     kills = Kills(left=options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
@@ -143,10 +142,9 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             say(f"{fault.meaning} ({fault.line}): relaunching{without}")
         try:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "relaunched")
-            plan = plan_again(options, left_out, same, plan)
-            faults = json.dumps(kills.faults) if kills.faults else None
-            own = {"WORDRUN_FAULTS": faults, "WORDRUN_ELASTIC": elastic}
-            plan = replace(plan, env={**plan.env, **{name: text for name, text in own.items() if text}})
+            plan = make_plan(options, left_out, same)
+            if kills.faults:
+                plan = replace(plan, env={**plan.env, "WORDRUN_FAULTS": json.dumps(kills.faults)})
         except UserError as error:
             say(f"cannot relaunch: {with_page(error)}")
             return status

@@ -1,10 +1,9 @@
 """``launch --elastic``: what ``launch`` tells the guardians of the nodes, and what it does when one or a rank dies.
 
-A generation is all ranks, from their start until they have ended or left it. When a rank is killed, the guardians let
-living ranks leave, or kill them, and start the next generation, which resumes the run. Everything else ends the
-launch as it would without guardians: a rank's failure is written to the folder in which ``Supervisor`` looks for the
-reports of ``rank_env.sh``. After the loss of a node, the next generation runs on a spare one, or has fewer ranks
-(``--elastic MIN``); when a node is back, the ranks save and end, and the next generation has more.
+A generation is all ranks, from their start until they have ended. When a rank is killed, the guardians kill the others
+and start the next generation, which resumes the run. Everything else ends the launch as it would without guardians: a
+rank's failure is written to the folder in which ``Supervisor`` looks for the reports of ``rank_env.sh``. After the loss
+of a node, the next generation runs on a spare one; when a node is back, it becomes a spare one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -30,15 +28,10 @@ from wordrun.launch.nodes import Nodes, own_address
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
-from wordrun.launch.survivors import those_that_stay
 from wordrun.launch.wire import Link, Listener
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
-# Ranks that are asked to save, because a node is back, are killed after this long [s].
-SAVE_S = 600.0
-# Without --stay, surviving ranks get this long [s] to leave a generation, or as long as their own start has taken.
-STAY_S = 5.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """The answer that all guardians have to give before the next state, by state."""
 
@@ -56,7 +49,7 @@ class Guardians:
     generation: int = -1
     """The number of the last generation that was started."""
     state: str = "meeting"
-    """meeting: guardians are not ready; starting, running, saving, ending: what a generation does; leaving: the end."""
+    """meeting: guardians are not ready; starting, running, ending: what a generation does; leaving: the end."""
     lost: str = ""
     """The lost guardian without which the launch cannot continue, as named in messages."""
     succeeded: bool = False
@@ -72,12 +65,6 @@ class Guardians:
     nodes: Nodes = field(init=False)
     _links: dict[int, Link] = field(default_factory=dict)
     _hosts: dict[int, str] = field(default_factory=dict)
-    _before: tuple[int, ...] = ()
-    """The ranks on each node in the previous generation."""
-    _saved: bool = False
-    """The ranks have saved, and exited before the run was complete."""
-    _save_by: float = float("inf")
-    """When ranks that are asked to save are killed, on the monotonic clock."""
     _living: set[int] = field(default_factory=set)
     _failures: list[dict[str, Any]] = field(default_factory=list)
     """Failures that another rank's death may have caused, in order."""
@@ -104,9 +91,7 @@ class Guardians:
             self._end()
         elif now > self._decide_at:
             self._give_up()
-        if self.state == "saving" and now > self._save_by:
-            self._end()
-        elif late := self._answers.late(self._links):
+        if late := self._answers.late(self._links):
             node, limit_s = late
             done = "answered" if node in self._links else "connected"
             self._lose(node, f"has not {done} for {limit_s:g} seconds")
@@ -116,7 +101,7 @@ class Guardians:
     def stop(self) -> None:
         """Start no more generations: the launch is being stopped."""
         self.stopping = True
-        if self.state not in ("running", "saving"):
+        if self.state != "running":
             self._leave()
         elif self._failures:
             self._give_up()
@@ -178,13 +163,11 @@ class Guardians:
                 self._exited(node, message)
                 continue
             if "port" in message:
-                self.nodes.can_meet(node, message["port"])
+                self.nodes.ports[node] = message["port"]
             if message["event"] == "ready":
-                self.nodes.set_ready(node)
+                self.nodes.ready.add(node)
                 if self.state == "meeting":
                     self._answers.wait_for_ready()
-                else:
-                    self._grow()
             if message["event"] != AWAITED.get(self.state) or node not in self._answers.asked:
                 continue  # the answer to what was asked before
             if (answers := self._answers.add(node, message)) is not None:
@@ -197,7 +180,7 @@ class Guardians:
         elif self.state == "starting":
             self._started(answers)
         else:
-            self._start(answers)
+            self._start()
 
     def _tell(self, **message: Any) -> None:
         """Tell the guardians that are ready what to do next."""
@@ -205,14 +188,11 @@ class Guardians:
         for node in sorted(self._answers.asked):
             self._links[node].send(**message)
 
-    def _start(self, answers: dict[int, Any]) -> None:
-        """Start a generation; ``answers`` are those to the end of the last one."""
+    def _start(self) -> None:
+        """Start a generation."""
         self.generation += 1
         self.nodes.arrange()
         layout, env = self.nodes.layout, self.nodes.variables()
-        stay = those_that_stay(self._before or layout, layout, answers)
-        self._before = layout
-        self.kills.came_back(len(stay), sum(layout) - len(stay))
         self.state = "starting"
         self._living, self._failures = {*range(sum(layout))}, []
         port = self.nodes.choose_port(first=not self.generation)
@@ -220,7 +200,7 @@ class Guardians:
             env["WORDRUN_RESUME"] = "auto"
         if self.kills.faults:
             env["WORDRUN_FAULTS"] = json.dumps(self.kills.faults)
-        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout, stay=stay)
+        self._tell(do="start", generation=self.generation, port=port, env=env, layout=layout)
 
     def _started(self, answers: dict[int, Any]) -> None:
         self.pids = {int(rank): pid for answer in answers.values() for rank, pid in answer["pids"].items()}
@@ -230,35 +210,15 @@ class Guardians:
                 self.record.note(pids=[self.pids[rank] for rank in sorted(self.pids)])
         for node in self._answers.asked:
             self._links[node].send(do="go")
-        self._grow()
-
-    def _grow(self) -> None:
-        """If nodes that are back have room for more ranks, let the ranks save and end."""
-        best = self.nodes.best()
-        if self.state != "running" or self.stopping or best is None or sum(best) <= sum(self.nodes.layout):
-            return
-        self.say(f"there is now room for {sum(best)} ranks instead of {sum(self.nodes.layout)}: restarting them")
-        self.state, self._saved, self._save_by = "saving", False, time.monotonic() + SAVE_S
-        if self.plan.options.trains:
-            self.signal(signal.SIGTERM)
-        else:
-            self._end()
 
     def _exited(self, node: int, report: dict[str, Any]) -> None:
-        if self.state not in ("starting", "running", "saving"):
+        if self.state not in ("starting", "running"):
             return  # its guardian has killed it
         rank, status = report["rank"], report["status"]
         self._living.discard(rank)
         if report.get("mpi"):
             self.uses_mpi = True
             self._end()
-            return
-        if self.state == "saving" and status in (0, REQUEUE, 128 + signal.SIGTERM) and not self.stopping:
-            self._saved |= status != 0
-            if not self._living and self._saved:
-                self._end()
-            elif not self._living:
-                self._leave(succeeded=True)
             return
         stopped = bool(report.get("stopped"))
         outcome = Outcome(status, rank, report.get("memory", ""), pid=report["pid"], at=time.time(), stopped=stopped)
@@ -270,7 +230,7 @@ class Guardians:
             if fault is not None:
                 self.kills.start_again()
                 self.say(f"{fault.meaning} ({fault.line}): restarting the ranks")
-                self._end(stays=True)
+                self._end()
                 return
             self._failures.insert(0, self._failures.pop())  # the first cause
         if self.stopping or outcome.killed or status == REQUEUE:
@@ -280,11 +240,10 @@ class Guardians:
         elif not self._living and not self._failures:
             self._leave(succeeded=True)
 
-    def _end(self, *, stays: bool = False) -> None:
-        """End the generation: have its ranks killed or, if it ``stays``, those that cannot leave it in time."""
-        stay_s = (STAY_S if self.plan.options.stay is None else self.plan.options.stay) if stays else 0.0
+    def _end(self) -> None:
+        """End the generation: have its ranks killed."""
         self.state, self._failures, self._decide_at = "ending", [], float("inf")
-        self._tell(do="end", stay=stay_s)
+        self._tell(do="end")
 
     def _give_up(self) -> None:
         """Report the failures, in order; ``Supervisor`` ends the launch."""
@@ -341,7 +300,7 @@ class Guardians:
             self.kills.start_again()
             self.nodes.arrange()
             self.say(f"{name} {how}: restarting {self.nodes.named()}")
-            self._end(stays=True)
+            self._end()
         else:
             self.say(f"{name} {how}; it had no ranks")
         return True

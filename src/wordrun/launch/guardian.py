@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -26,7 +26,6 @@ from wordrun.launch.address import free_port
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.oom import OomWatch
 from wordrun.launch.plan import OWN, is_stale
-from wordrun.launch.survivors import VARIABLE as STAY, Survivors
 from wordrun.launch.wire import VARIABLE, Link
 
 CONNECT_S = 60.0
@@ -56,14 +55,7 @@ class Guardian:
         """The ranks that a signal has stopped, and since when."""
         self.ranks: dict[int, int] = {}
         """The living ranks by process ID."""
-        self.survivors = Survivors()
-        self._staying: set[int] = set()
-        """The process IDs of ranks that have left the last generation, and wait for the next."""
-        self.line: socket.socket | None = None
-        """In a forked rank, its connection to this guardian."""
         self._watch = OomWatch()
-        self._message: Mapping[str, Any] = {}
-        """How the generation was started."""
         self._gate = -1
         """The end of a pipe at whose other end new ranks wait until all nodes have theirs."""
         self._mpi = os.pipe()
@@ -101,14 +93,14 @@ class Guardian:
                         return rank, message
                     self.link.send(event="started", pids={rank: pid for pid, rank in self.ranks.items()})
                 elif action == "go":
-                    self._go()
+                    os.write(self._gate, b"." * len(self.ranks))
+                    self._close_gate()
                 elif action == "signal":
                     for pid in self.ranks:
                         processes.send(pid, message["number"], group=True)
                 elif action == "end":
-                    self._end(stay_s=message["stay"])
-                    stays = sorted(self.ranks[pid] for pid in self._staying)
-                    self.link.send(event="ended", port=free_port(), stays=stays)
+                    self._end()
+                    self.link.send(event="ended", port=free_port())
                 else:
                     self._end(LEFTOVER_PATIENCE_S)
                     return None
@@ -119,24 +111,16 @@ class Guardian:
         return range(before, before + self.layout[self.node])
 
     def _start(self, message: Mapping[str, Any]) -> int | None:
-        """Fork this node's ranks, except those that stay.
-
-        Return None here and, in each forked rank, its number once all nodes have theirs.
-        """
-        self._watch, self.layout, self._message = OomWatch(), message["layout"], message
-        self._kill({pid for pid in self._staying if self.ranks.get(pid) not in message["stay"]})
+        """Fork this node's ranks; return None here and, in each of them, its number once all nodes have theirs."""
+        self._watch, self.layout = OomWatch(), message["layout"]
         reader, self._gate = os.pipe()
         prepare = processes.before_exec(own_group=True, death_signal=signal.SIGKILL)
-        here = {self.ranks[pid] for pid in self._staying}
-        for rank in (each for each in self.own_ranks() if each not in here):
-            mine, theirs = socket.socketpair()
+        for rank in self.own_ranks():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # BLAS has threads, and prepares them for a fork
                 pid = os.fork()
             if pid == 0:
                 prepare()
-                self.line = theirs
-                mine.close()
                 self._leave_to_rank()
                 if not os.read(reader, 1):
                     os._exit(1)
@@ -145,18 +129,8 @@ class Guardian:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)  # the rank does the same: whoever comes first
             self.ranks[pid] = rank
-            theirs.close()
-            self.survivors.connect(pid, mine)
         os.close(reader)
         return None
-
-    def _go(self) -> None:
-        """Let the ranks begin, those that are forked and those that stay."""
-        for pid in self._staying:
-            self.survivors.start(pid, own_variables(self, self.ranks[pid], self._message))
-        os.write(self._gate, b"." * (len(self.ranks) - len(self._staying)))
-        self._staying.clear()
-        self._close_gate()
 
     def _leave_to_rank(self) -> None:
         """Undo, in a forked rank, what only the guardian needs."""
@@ -167,7 +141,6 @@ class Guardian:
         for descriptor in (self._wakeup, self._mpi[0]):
             os.close(descriptor)
         self.link.close()
-        self.survivors.close()
 
     def _close_gate(self) -> None:
         if self._gate >= 0:
@@ -185,8 +158,6 @@ class Guardian:
         for pid, code in sorted(ended, key=lambda pair: pair[1]):
             if pid not in self.ranks:
                 continue  # a process that a rank has left behind
-            self.survivors.close([pid])
-            self._staying.discard(pid)
             facts = {"rank": self.ranks.pop(pid), "pid": pid, "status": code if code >= 0 else 128 - code}
             memory, mpi = self._watch.killed_for_memory(pid) if code == -signal.SIGKILL else None, b""
             with contextlib.suppress(BlockingIOError):
@@ -202,50 +173,29 @@ class Guardian:
             if time.monotonic() - since > STOPPED_S:
                 processes.send(pid, signal.SIGKILL, group=True)
 
-    def _end(self, patience_s: float = 0.0, stay_s: float = 0.0) -> None:
-        """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started.
-
-        Ranks that have offered to stay are spared if they leave their generation within ``stay_s``.
-        """
-        able = (self.survivors.offers() & {*self.ranks}) - self._staying if stay_s else set()
-        stay = {*self._staying} if stay_s else set()  # a second fault before the next generation began
-        self._kill({*self.ranks} - able - stay)
-        self._staying = stay | self.survivors.leave(able, stay_s)
-        self._kill({*self.ranks} - self._staying)
-        self._close_gate()
-        ended = processes.end_all(patience_s, self._staying)
-        self._kill(ended.keys() & self._staying)
-
-    def _kill(self, pids: Iterable[int]) -> None:
-        """Kill ranks, and forget them."""
-        for pid in pids:
+    def _end(self, patience_s: float = 0.0) -> None:
+        """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started."""
+        for pid in self.ranks:
             processes.send(pid, signal.SIGKILL, group=True)
-            self.ranks.pop(pid, None)
-            self._staying.discard(pid)
-        self.survivors.close(pids)
+        self.ranks.clear()
+        self._close_gate()
+        processes.end_all(patience_s)
 
 
 def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of a rank: this process's, without the launcher's."""
+    """Return the variables of a rank: this process's without the launcher's, and those of its generation."""
     kept = {name: value for name, value in os.environ.items() if name in OWN or not is_stale(name)}
-    return {**kept, **own_variables(guardian, rank, message)}
-
-
-def own_variables(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that a rank gets from its guardian, which may differ between generations."""
     used = [count for count in guardian.layout if count]
     node = sum(count > 0 for count in guardian.layout[: guardian.node])
     local, size = guardian.own_ranks().index(rank), sum(used)
     own = {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": used[node],
         "NODE_RANK": node, "GROUP_RANK": node, "ROLE_RANK": rank, "WORDRUN_LAUNCHER": "local",
-        "WORDRUN_WORLD_SIZE": size,
         "WORDRUN_GENERATION": message["generation"], "TORCHELASTIC_RESTART_COUNT": message["generation"],
         "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"], "MASTER_PORT": message["port"],
     }  # fmt: skip
     own |= slurm.task_variables(os.environ, rank, local, node, used)  # srun's own describe the guardians
-    first = {name: os.environ[name] for name in ("MASTER_ADDR", "WORDRUN_HOSTS") if name in os.environ}
-    return {**first, **message["env"], **{name: str(value) for name, value in own.items()}}
+    return {**kept, **message["env"], **{name: str(value) for name, value in own.items()}}
 
 
 def main() -> int:
@@ -288,8 +238,6 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
     command = setup["command"]
     if not setup["fork"]:
         os.execvpe(command[0], command, env)
-    assert guardian.line is not None
-    os.environ[STAY] = f"{os.getpid()} {guardian.line.detach()}"
     sys.meta_path.insert(0, _MpiNotice(guardian))
     if "numpy" in sys.modules:  # forked processes would all draw the same numbers
         sys.modules["numpy"].random.seed()

@@ -147,8 +147,7 @@ def passed_on(options: Options, scheduler: Scheduler) -> list[str]:
     words: list[str] = []
     for option in INNER:
         value = getattr(options, option.field)
-        is_given = bool(value) or (option.field == "stay" and value is not None)  # 0 is not its default
-        if not is_given or (option.field == "walltime_margin" and scheduler.sends_warning(options)):
+        if not value or (option.field == "walltime_margin" and scheduler.sends_warning(options)):
             continue
         if option.field == "env":
             words += [word for name, text in value for word in (option.names[-1], f"{name}={text}")]

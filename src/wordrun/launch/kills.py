@@ -98,12 +98,6 @@ class Kills:
         """Count a restart of the ranks."""
         self.left -= 1
 
-    def came_back(self, stayed: int, started: int) -> None:
-        """Note how the ranks came back after the last faults: in the same processes, or restarted."""
-        for fault in self.faults:
-            if "stayed" not in fault:
-                fault |= {"stayed": stayed, "started": started}
-
     def note(self, outcome: Outcome, cause: str, step: int | None) -> None:
         """Remember a fault for run.json."""
         at = time.time() if outcome.at is None else outcome.at

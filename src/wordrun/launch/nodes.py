@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from wordrun.launch import address
@@ -28,7 +26,7 @@ class Nodes:
     ready: set[int] = field(default_factory=set)
     """The nodes whose guardians can start ranks."""
     ports: dict[int, int] = field(default_factory=dict)
-    """A free port on each of them."""
+    """A free port on each of them, for ranks to meet if rank 0 runs there."""
     port: int = 0
     """The port at which the ranks meet."""
     launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -48,9 +46,11 @@ class Nodes:
         self._room = (*ranks.layout, *[ranks.ppn] * spare)
 
     def best(self) -> tuple[int, ...] | None:
-        """Return the layout with the most ranks that the program can use on the ready nodes; None: they are too few."""
-        room = [most if node in self.ready else 0 for node, most in enumerate(self._room)]
-        return next(filter(None, (divide(size, room) for size in self._sizes())), None)
+        """Return the layout of all ranks on the ready nodes, filled in order; None: these are too few."""
+        layout: list[int] = []
+        for node, most in enumerate(self._room):
+            layout.append(min(most if node in self.ready else 0, self.plan.ranks.np - sum(layout)))
+        return tuple(layout) if sum(layout) == self.plan.ranks.np else None
 
     def arrange(self) -> None:
         """Let the next ranks have the best layout; there must be one."""
@@ -76,23 +76,6 @@ class Nodes:
         """Restart guardians on lost nodes from now on: ``start`` starts a launcher, whose guardian gets the text."""
         self._start = start
 
-    def _sizes(self) -> Iterator[int]:
-        """Yield the numbers of ranks that the program accepts, the largest first."""
-        plan = self.plan
-        yield plan.ranks.np
-        if plan.options.least is None:
-            return
-        accepted: Collection[int] | None = None
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            folder = os.path.dirname(os.path.realpath(plan.env["WORDRUN_LAUNCH_RECORD"]))
-            with open(os.path.join(folder, "run.json")) as file:
-                accepted = json.load(file).get("sizes")
-        smaller = range(plan.ranks.np - 1, plan.options.least - 1, -1)
-        if accepted is not None:
-            yield from (size for size in smaller if size in accepted)
-        elif not plan.options.trains:  # until wordrun has said what it accepts, everything is relaunched
-            yield from smaller
-
     def variables(self) -> dict[str, str]:
         """Return the variables in which the ranks of this layout differ from those of the first one."""
         plan = self.plan
@@ -101,9 +84,7 @@ class Nodes:
             return {}
         hosts = [plan.job.hosts[node] for node in used]
         found = {"WORDRUN_HOSTS": ",".join(hosts)} if "WORDRUN_HOSTS" in plan.env else {}
-        if len(used) == 1:
-            found["MASTER_ADDR"] = "127.0.0.1"
-        elif used[0] != 0:
+        if used[0] != 0 and len(used) > 1:  # else it is that of the first node, or this host's own
             found["MASTER_ADDR"], _, _ = address.of_first(hosts, plan.site, socket.gethostname())
         return found
 
@@ -131,26 +112,10 @@ class Nodes:
         """Forget the launchers whose process IDs are in ``ended``."""
         self.launchers = {node: each for node, each in self.launchers.items() if each.pid not in ended}
 
-    def can_meet(self, node: int, port: int) -> None:
-        """Remember a free port of ``node``, where ranks can meet if rank 0 runs there."""
-        self.ports[node] = port
-
-    def set_ready(self, node: int) -> None:
-        """Count ``node`` among those whose guardian waits for ranks to start."""
-        self.ready.add(node)
-
     def successor(self) -> subprocess.Popen[bytes] | None:
         """Return, and forget, a launcher that can take the place of the first one, which has ended."""
         node = next((node for node in self.launchers if node in self.ready), None)
         return None if node is None else self.launchers.pop(node)
-
-
-def divide(size: int, room: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the ranks on each node for ``size`` ranks, with nodes filled in order; None: there is no room."""
-    layout: list[int] = []
-    for most in room:
-        layout.append(min(most, size - sum(layout)))
-    return tuple(layout) if sum(layout) == size else None
 
 
 def own_address(plan: LaunchPlan) -> str:

@@ -99,13 +99,9 @@ class Option:
     field: str
     help: str
     metavar: str = ""
-    """Name of the value in ``--help``; empty for a switch, in brackets if it is a number that may be left out."""
+    """Name of the value in ``--help``; empty for a switch."""
     read: Callable[[str], Any] = str
     repeat: bool = False
-
-    def takes(self, word: str) -> bool:
-        """Return whether the option's value is the next ``word``."""
-        return bool(self.metavar) and (self.metavar[0] != "[" or word.isdigit())
 
 
 MARGIN = "send SIGUSR1 to the ranks S seconds before the time limit (0: never; wordrun jobs: 120)"
@@ -139,20 +135,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             ("--elastic",),
             "elastic",
-            "after a rank is killed, restart the ranks within the job (--retries N: up to N times; default 10); "
-            "MIN: continue without a lost node, if at least MIN ranks are left",
-            "[MIN]",
-            _count,
+            "after a rank is killed, restart the ranks within the job (--retries N: up to N times; default 10)",
         ),
         Option(("--no-preimport",), "no_preimport", "with --elastic, import torch in each rank, not once per node"),
-        Option(
-            ("--stay",),
-            "stay",
-            "with --elastic, seconds in which surviving ranks of wordrun may rejoin after a fault instead of being "
-            "restarted (default 5; 0: all ranks are restarted)",
-            "S",
-            _seconds_or_0,
-        ),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _seconds_or_0),
         Option(("--prewarm",), "prewarm", "first read Python's packages on each node, for slow file systems"),
@@ -185,7 +170,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
 }
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
-GONE: dict[str, str] = {}
+GONE = {
+    "--stay": "leave it out, since --elastic restarts all ranks after a fault",
+    "--elastic MIN": "use --elastic without a number, and --spare-nodes K to replace nodes that are lost",
+}
 """Options that ``launch`` no longer has, and what to use instead."""
 
 _RANKS, _START, SUBMISSION, _ = GROUPS.values()
@@ -246,9 +234,12 @@ def parse(words: Sequence[str]) -> Options:
             unknown = f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)"
             problems.append(f"{name} was removed: {GONE[name]}" if name in GONE else unknown)
             break  # it may take a value, so it is unclear where COMMAND begins
-        if not option.metavar and equals:
-            problems.append(f"{name} takes no value")
-        if not option.metavar or (option.metavar[0] == "[" and not equals and not option.takes("".join(rest[:1]))):
+        if name == "--elastic" and (equals or "".join(rest[:1]).isdigit()):
+            problems.append(f"--elastic MIN was removed: {GONE['--elastic MIN']}")
+            break
+        if not option.metavar:
+            if equals:
+                problems.append(f"{name} takes no value")
             values[option.field] = True
             continue
         if not equals:

@@ -20,7 +20,7 @@ OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
     "WORDRUN_PTY", "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS",
-    "WORDRUN_ELASTIC", "WORDRUN_DEVICES", VARIABLE,
+    "WORDRUN_DEVICES", VARIABLE,
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
@@ -73,8 +73,6 @@ def build(
     if options.elastic:
         env_set.pop("WORDRUN_STATUS_DIR", "")  # guardians report over a connection
         env_set[VARIABLE] = ""  # known when launch listens
-        if options.least:
-            env_set["WORDRUN_ELASTIC"] = f"{options.least} {ranks.np} {ranks.ppn}"
     request, starts = (replace(each, env=env_set, exported=tuple(exported)) for each in (request, starts))
     argv = launcher.argv(starts)
     path = request.hosts_file
@@ -90,7 +88,7 @@ def _guarded(request: Request, launcher: Launcher) -> Request:
     """Return the request for a guardian on each node, which starts the node's ranks; no launcher should bind it."""
     command = (sys.executable, "-m", "wordrun.launch.guardian")
     bind = "none" if launcher.binds_one else None
-    own = launcher.keep_going if request.options.least or request.options.spare_nodes else ()
+    own = launcher.keep_going if request.options.spare_nodes else ()
     options = replace(
         request.options, command=command, cpu_bind=bind, launcher_args=(*own, *request.options.launcher_args)
     )

@@ -13,11 +13,10 @@ from dataclasses import replace
 from wordrun import cgroup
 from wordrun.errors import ConfigError, UserError
 from wordrun.launch import address, login
-from wordrun.launch.job import Job, hold_back, local_host, short
+from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import find_command, own_bin
 from wordrun.launch.launchers.local import Alone, Local
-from wordrun.launch.nodes import Nodes
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
@@ -49,7 +48,7 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
     """
     job, site, ranks = look_around(options, left_out)
     if options.elastic:
-        _check_elastic(options, ranks)
+        _check_elastic(options)
     started = min(ranks.nodes + options.spare_nodes, len(job.hosts)) if options.elastic else ranks.np
     launcher = choose(options.launcher, started, os.environ, job, site, options)
     if options.elastic and isinstance(launcher, Local):
@@ -61,27 +60,7 @@ def make_plan(options: Options, left_out: frozenset[str] = frozenset(), same: Id
     return plan
 
 
-def plan_again(options: Options, left_out: frozenset[str], same: Identity, last: LaunchPlan) -> LaunchPlan:
-    """Return the plan for relaunching without some hosts; under --elastic MIN, if necessary with fewer ranks.
-
-    Raises:
-        ConfigError: too few hosts are left.
-    """
-    try:
-        return make_plan(options, left_out, same)
-    except ConfigError:
-        if not options.least:
-            raise
-        best = Nodes(last, {at for at, host in enumerate(last.guarded) if short(host) not in left_out}).best()
-        if best is None:
-            raise
-        fewer = replace(options, np=sum(best), nodes=None, ppn=None, spare_nodes=0)
-        if sum(best) <= options.least:
-            fewer = replace(fewer, elastic=True)
-        return make_plan(fewer, left_out, same)
-
-
-def _check_elastic(options: Options, ranks: Ranks) -> None:
+def _check_elastic(options: Options) -> None:
     """Refuse what --elastic cannot do.
 
     Raises:
@@ -91,10 +70,6 @@ def _check_elastic(options: Options, ranks: Ranks) -> None:
         raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians bind the ranks; leave it out")
     if options.launcher and not LAUNCHERS[options.launcher].starts_guardians:
         raise ConfigError(f"--launcher {options.launcher}: with --elastic, guardians start the ranks; leave it out")
-    if options.least is not None and options.least >= ranks.np:
-        begins = f"--elastic {options.least}: the run starts with {ranks.np} rank{'s' * (ranks.np > 1)}"
-        fits = f"a number of at most {ranks.np - 1}, or none" if ranks.np > 1 else "--elastic without a number"
-        raise ConfigError(f"{begins}, so use {fits}")
     if options.sweeps:
         raise ConfigError("--elastic: a sweep launches its points itself; use it with the command of a single run")
 

@@ -41,13 +41,10 @@ class Options:
     hang: float | None = None
     """Seconds that ranks wait for other ranks before they report where each is, and the job is stopped."""
     retries: int = 0
-    elastic: bool | int = False
-    """Let a guardian on each node start the ranks, and restart them when one is killed; a number: with at least that
-    many, if nodes are lost."""
+    elastic: bool = False
+    """Let a guardian on each node start the ranks, and restart them when one is killed."""
     no_preimport: bool = False
     """Let guardians import nothing for the ranks."""
-    stay: float | None = None
-    """Seconds in which surviving ranks may leave a generation and stay; 0: all are restarted; None: ``STAY_S``."""
     spare_nodes: int = 0
     prewarm: bool = False
     """Read the environment's files on each node before the ranks start."""
@@ -77,11 +74,6 @@ class Options:
     def runs_wordrun(self) -> bool:
         """Whether ``command`` is one of wordrun's, which print what is wrong before they exit with status 2."""
         return bool(self._arguments)
-
-    @property
-    def least(self) -> int | None:
-        """The MIN of ``--elastic MIN``."""
-        return None if isinstance(self.elastic, bool) else self.elastic
 
     @property
     def trains(self) -> bool:

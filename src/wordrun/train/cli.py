@@ -25,10 +25,10 @@ from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from wordrun import dist, log, project, sizes, synonyms
+from wordrun import dist, log, project, synonyms
 from wordrun.composer import compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, schemas
-from wordrun.dist import staying, watch
+from wordrun.dist import watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.refusals import unparsable
@@ -45,18 +45,7 @@ FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SET
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (default: the command line) and return its exit status.
-
-    Under ``launch --elastic``, run it again in the same process whenever another rank has died.
-    """
-    staying.begin()
-    while True:
-        with contextlib.suppress(staying.Restart):
-            return _main(argv)
-        dist.begin_anew()  # outside the block: the traceback would keep the previous generation's objects alive
-
-
-def _main(argv: Sequence[str] | None) -> int:
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
     arguments = typed = list(sys.argv[1:] if argv is None else argv)
     world = dist.discover_or_exit()
     if problems := unknown_flags(arguments):
@@ -168,11 +157,7 @@ def _tree(args: Namespace) -> Tree:
 
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
-        begun = sizes.asked()
-        ranks, per_node = (begun.most, begun.per_node) if begun else (world.size, world.local_size)
-        cfg = compose(args.overrides, tree=_tree(args), ranks=ranks, per_node=per_node)
-        sizes.accepted(cfg)
-        cfg = sizes.fit(cfg, world.size)
+        cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
         if cfg.data.kind == "file":
             from wordrun.prepare.sources import locate
 

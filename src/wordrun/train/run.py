@@ -226,12 +226,6 @@ class Run:
             if self._lock is not None:
                 self._lock.close()
 
-    def pause(self) -> None:
-        """Flush and close the trackers: the run resumes from a checkpoint, in this process."""
-        self._each("finish", {}, 1)
-        if self._lock is not None:
-            self._lock.close()
-
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
         files.replace(self.path / RECORD, f"{text}\n")

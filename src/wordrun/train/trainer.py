@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from wordrun import backend, dist, log, sizes
+from wordrun import backend, dist, log
 from wordrun.backend.precision import settled_dtype
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data.batch import Batch
-from wordrun.dist import staying, watch
+from wordrun.dist import watch
 from wordrun.errors import UserError
 from wordrun.log import LOGGER
 from wordrun.registry import part_of
@@ -110,7 +110,7 @@ class Trainer(Training):
         with watch.phase("preparing data", math.inf):  # may take hours; the other ranks watch its progress
             resume.check_source(self.cfg, world, task.check_source)
             self.cfg, banner = task.settle(self.cfg, world)
-        cfg = self.cfg = sizes.fit(self.cfg, world.size)
+        cfg = self.cfg
         self.in_memory = MemoryCheckpoints(cfg, world) if cfg.train.memory_checkpoint_interval else None
         if self.in_memory is not None:
             closers.callback(self.in_memory.close)
@@ -133,7 +133,7 @@ class Trainer(Training):
         spec = backend.BackendSpec(
             self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
         )  # fmt: skip
-        with self.memory.explained(), staying.noting_sockets():
+        with self.memory.explained():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
@@ -188,7 +188,6 @@ class Trainer(Training):
                     continue
                 self.state.count_step()
                 self.run.step_done()
-                staying.offer(self.world.device)
                 self.meter.add(self.result, lr, self.examples_of(self.gas))
                 self.hooks.call("after_step", self)
                 self.profiler.step()
@@ -281,12 +280,10 @@ class Trainer(Training):
     def _session(self) -> Iterator[None]:
         """Open the resources of a training run, and close them however it ends."""
         facts = start_facts(self)
-        if accepted := sizes.accepted(self.cfg):
-            facts["sizes"] = accepted
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None
-        error_text, failed, restarts = "", False, False
+        error_text, failed = "", False
         for part in self.backend.parts:
             part.train()
         try:
@@ -295,14 +292,11 @@ class Trainer(Training):
                 announce(self, facts)
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
-            with self.stop.listen(), self.profiler, attributed(self.cfg), staying.noticing():
+            with self.stop.listen(), self.profiler, attributed(self.cfg):
                 self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
                 hook_checks.check(self)
                 yield
-        except staying.Restart:
-            restarts = True
-            raise
         except BaseException as error:
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
@@ -312,11 +306,7 @@ class Trainer(Training):
         finally:
             self.state.stop_clock()
             self.hooks.close()
-            if restarts:
-                self.run.pause()
-                self.checkpoints.join(LAST_SAVE_S)
-            else:
-                self._finish(error_text, failed=failed)
+            self._finish(error_text, failed=failed)
             if log_file is not None:
                 self.log.remove(log_file)
             self.failed_hooks.wait()
@@ -346,5 +336,5 @@ class Trainer(Training):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an error in a parallel run, leaving the group could wait for ranks that no longer respond.
-        if error is None or isinstance(error, staying.Restart) or self.world.size == 1:
+        if error is None or self.world.size == 1:
             self.close()
