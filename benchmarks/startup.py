@@ -21,7 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-GOALS = {1: 1.5, 2: 1.8}
+GOALS = {1: 2.0, 2: 2.6}
 """Most times ``import torch`` to the first step, by number of ranks."""
 END_S = 1.5
 """Most seconds from the last step to the prompt."""

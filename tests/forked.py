@@ -28,7 +28,7 @@ import kept_trees
 
 from wordrun.launch.address import free_port
 
-# What a rank imports sooner or later; torch._dynamo only if it compiles, but then it takes more than a second.
+# What a rank imports sooner or later.
 IMPORTS = [
     "pytest", "torch._dynamo", "wordrun.train.cli", "wordrun.train.language", "wordrun.train.trainer",
     "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint", "warm",

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -31,22 +28,13 @@ PRODUCTS = (
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
 CPU_SHARES_HEADS = torch.__version__ >= "2.9"
 """Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materializes the weights instead."""
-UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-"""Methods of optimizers that torch's compiler leaves alone."""
 COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 """Modules of torch's collectives; if one is renamed, its errors count as those of the code that calls it."""
-DISABLED = "__dynamo_disable"
-"""The attribute in which torch keeps how to call a function that its compiler leaves alone."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often ``tensor`` has been changed in place. No fallback: autograd checks it by this name."""
     return tensor._version
-
-
-def compiler_is_loaded() -> bool:
-    """Return whether anything has imported torch's compiler; False if its module has moved."""
-    return "torch._dynamo" in sys.modules
 
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
@@ -120,6 +108,15 @@ def pipeline_takes_tensor_parallel() -> bool:
     return torch.__version__ >= "2.11"  # a TorchVersion, which compares numbers
 
 
+def tells_tables_apart() -> bool:
+    """Return whether sharded embedding tables of the same width may have different numbers of rows.
+
+    Up to torch 2.10, DTensor remembers how the gradient of a table is sharded without its number of rows, and the
+    second table's gradient gets the rows of the first.
+    """
+    return torch.__version__ >= "2.11"
+
+
 def zbv_runs_on_cpus() -> bool:
     """Return whether ZBVZeroBubble runs over gloo: up to torch 2.11 a rank sends to itself there, which gloo cannot."""
     return torch.__version__ >= "2.12"
@@ -146,52 +143,6 @@ def scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def move_towards(tensors: list[torch.Tensor], targets: list[torch.Tensor], weight: float) -> None:
     """Add ``weight`` times the difference to ``targets`` to ``tensors``, in place. No fallback, as for ``scale``."""
     torch._foreach_lerp_(tensors, targets, weight)
-
-
-def spare_the_compiler() -> None:
-    """Keep methods of torch's optimizers and of DistributedDataParallel from importing the compiler.
-
-    The import takes a second or more, and only asks the compiler to leave the method alone, which is unnecessary as
-    long as nothing else has imported it. If a version lacks the attribute, the import happens.
-    """
-    optimizer, replica = torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel
-    for owner, names in ((optimizer, UNCOMPILED), (replica, ("_inside_ddp_forward",))):
-        for function in filter(None, (getattr(owner, name, None) for name in names)):
-            while hasattr(inner := getattr(function, "__wrapped__", None), "__wrapped__"):
-                function = inner
-            if inner is not None and not hasattr(inner, DISABLED):
-                setattr(inner, DISABLED, _unless_loaded(function, inner))
-
-
-def _unless_loaded(outer: Any, inner: Any) -> Any:
-    """Return a function that calls ``inner`` or, once the compiler has been imported, ``outer``."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not compiler_is_loaded():
-            return inner(*args, **kwargs)
-        with contextlib.suppress(AttributeError):  # another thread was faster
-            delattr(inner, DISABLED)
-        return outer(*args, **kwargs)
-
-    return call
-
-
-def step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of ``optimizer``; torch's own ``step`` does not import the compiler: nothing is to be compiled."""
-    kind: Any = type(optimizer)
-    if compiler_is_loaded() or not kind.step.__module__.startswith("torch.optim.") or "step" in vars(optimizer):
-        optimizer.step()
-    else:
-        _plain_step(kind)(optimizer)
-
-
-@functools.cache
-def _plain_step(kind: Any) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return the method ``step`` of an optimizer of torch's with its hooks, but without its notes to the compiler.
-
-    No fallback: hooks of every optimizer, torch's profiler's among them, are run by this name.
-    """
-    return torch.optim.Optimizer.profile_hook_step(torch.no_grad()(inspect.unwrap(kind.step)))
 
 
 def is_compile_error(error: Exception) -> bool:
@@ -263,30 +214,6 @@ def hide_hooks(module: torch.nn.Module) -> None:
 
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         hooks.update({key: hidden(hook) for key, hook in hooks.items()})
-
-
-@contextlib.contextmanager
-def ddp_without_compiler() -> Iterator[None]:
-    """Keep DistributedDataParallel's constructor from importing the compiler, which takes a second or more.
-
-    It asks for one setting, whose default it gets instead. If a version asks for more, the import happens.
-    """
-    if compiler_is_loaded():
-        yield
-        return
-
-    class Settings(types.ModuleType):
-        utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("torch._dynamo"), name)
-
-    torch._dynamo = Settings("torch._dynamo")
-    try:
-        yield
-    finally:
-        if isinstance(torch._dynamo, Settings):
-            del torch._dynamo  # torch imports the real one when somebody asks for it
 
 
 def settle_buckets(replica: Any) -> None:

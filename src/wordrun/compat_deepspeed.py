@@ -9,10 +9,12 @@ import contextlib
 import enum
 import importlib
 import logging
+import os
 import pickle
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ DEEPSPEED_STATE = {
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
 """The classes in DeepSpeed's checkpoints, by module; they only hold data."""
+DATA_ONLY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+"""The variables with which torch.load reads no code, whatever its arguments."""
 
 
 def quiet_deepspeed() -> None:
@@ -71,28 +75,41 @@ def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def deepspeed_reads_data_only() -> Iterator[None]:
+def deepspeed_reads_data_only(folder: Path) -> Iterator[None]:
     """Let torch.load read nothing but tensors, plain values and DeepSpeed's own state, whatever its arguments.
 
-    DeepSpeed asks for everything that a pickle may contain, including code. If a version keeps further classes in its
-    checkpoints, reading one fails with an error that names them; add them to ``DEEPSPEED_STATE``.
+    DeepSpeed asks for everything that a pickle may contain, including code; torch's own variables overrule that. If a
+    version keeps further classes in its checkpoints, reading one fails with an error that names them; add them to
+    ``DEEPSPEED_STATE``.
+
+    Raises:
+        UserError: something failed, and one of DeepSpeed's files in ``folder`` cannot be read.
     """
-    real: Any = torch.load
     known: list[Any] = [(_enum_member, "builtins.getattr")]
     known += [getattr(importlib.import_module(module), n) for module, names in DEEPSPEED_STATE.items() for n in names]
-
-    def load(file: Any, *args: Any, **options: Any) -> Any:
+    with torch.serialization.safe_globals(known), variables(DATA_ONLY):
         try:
-            return real(file, *args, **{**options, "weights_only": True})
-        except Exception as error:  # pickle, zip and the file system have their own
-            raise UserError(f"{file} cannot be read: {unpickling_problem(error)}") from None
-
-    _replace("torch", "load", load)
-    try:
-        with torch.serialization.safe_globals(known):
             yield
+        except Exception:
+            for file in sorted(folder.glob("*.pt")):
+                try:
+                    torch.load(file, map_location="cpu", mmap=True)
+                except Exception as error:  # pickle, zip and the file system have their own
+                    raise UserError(f"{file} cannot be read: {unpickling_problem(error)}") from None
+            raise
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within a ``with`` block."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
     finally:
-        _replace("torch", "load", real)
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _enum_member(kind: Any, name: str) -> enum.Enum:

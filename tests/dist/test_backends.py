@@ -43,7 +43,7 @@ MODELS = {
     "modern": [
         "model=modern",
         "model.n_hidden=40",
-        "model.ngram_rows=[31,15]",
+        "model.ngram_rows=[31,15]" if compat.tells_tables_apart() else "model.ngram_rows=[]",
         "model.value_layers=[1]",
         "optimizer.grad_clip=0.65",
         "optimizer.learning_rate=3e-3",
@@ -276,7 +276,9 @@ def test_two_ranks_go_as_one(ranks: Any, tmp_path: Path) -> None:
         "dropout-again": [*dropout, "train.activation_checkpointing=full"],
         "rounded": [*BOTH["ddp"], *MODELS["gpt"], *SHORT, "model.batch_size=4", "backend.compress=bf16"],
     }
-    for some in (runs | others, masked):
+    # Each vocabulary in processes of its own: DTensor would remember the size of the first up to torch 2.10.
+    aligned = {name: runs.pop(name) for name in [*runs] if "aligned" in name}
+    for some in (runs | others, masked, aligned):
         train(ranks, 2, some, tmp_path)
     for name, reference in references.items():
         compare(tmp_path, name, reference)

@@ -97,7 +97,7 @@ ADAMW = """
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from wordrun import dist
-from wordrun.compat_adamw import AdamW
+from wordrun.train.optim import AdamW
 
 with dist.session(device="cpu") as world:
     mesh, steps = init_device_mesh("cpu", (2,)), {}
@@ -121,8 +121,8 @@ with dist.session(device="cpu") as world:
                     else DTensor.from_local(gradient, mesh, [Replicate()]).redistribute(mesh, [of_gradient])
                 )
             parameters.append(p)
-        groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]  # torch refuses to mix them
-        optimizer = kind(groups, lr=0.1, weight_decay=0.1, fused=FUSED)
+        groups = [{"params": each, "weight_decay": 0.1} for each in (parameters[:3], parameters[3:])]  # not to be mixed
+        optimizer = kind(groups, lr=0.1, betas=(0.9, 0.99), fused=FUSED)
         for _ in range(3):
             optimizer.step()
         states = [optimizer.state[p]["exp_avg_sq"] for p in parameters]

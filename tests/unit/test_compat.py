@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed import _functional_collectives, distributed_c10d, pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor, _op_schema
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
@@ -61,20 +61,15 @@ def remedy(name: str, function: str) -> str:
         (_python_dispatch, "_disable_current_modes", "hide_hooks"),
         (torch.Tensor, "_version", "version_of"),
         (_StridedShard(0, split_factor=2), "split_factor", "is_strided"),
-        (torch.optim.Optimizer, "profile_hook_step", "_plain_step"),
-        (torch.optim.AdamW, "_init_group", "compat_adamw.AdamW"),
-        (DistributedDataParallel, "_inside_ddp_forward", "spare_the_compiler"),
         (torch.nn.Linear(1, 1), "_compiled_call_impl", "is_compiled"),
         (torch.nn.SyncBatchNorm, "_check_non_zero_input_channels", "check_channels"),
         (torch.cuda.memory, "_record_memory_history", "record_memory"),
         (torch.cuda.memory, "_dump_snapshot", "dump_memory"),
         (torch.ops.aten, f"{CPU_ATTENTION}_backward", "compat_context.flash_attention_backward"),
         (torch.ops.aten, "_scaled_dot_product_flash_attention_backward", "compat_context.flash_attention_backward"),
-        (DTensor._op_dispatcher.sharding_propagator, "op_to_schema_info", "compat_tensor.tell_tables_apart"),
-        (_op_schema, "RuntimeSchemaInfo", "compat_tensor.tell_tables_apart"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json", "flight_recorder.flight_records"),
-        (distributed_c10d._world, "pg_names", "flight_recorder.group_names"),
-        (distributed_c10d._world, "pg_group_ranks", "flight_recorder.group_names"),
+        (distributed_c10d._world, "pg_names", "flight_recorder.group_members"),
+        (distributed_c10d._world, "pg_group_ranks", "flight_recorder.group_members"),
         *(
             (owner, name, "time_collectives") for owner, name in TIMED if torch.__version__ >= "2.9"
         ),  # tried: 2.8 and 2.9
@@ -110,11 +105,6 @@ def test_a_pipeline_returns_nothing_where_it_can_be_asked_to() -> None:
     for schedule in (Older(), Newer()):
         compat.pipeline_step(schedule, "inputs", target="targets")
     assert asked == [None, False]
-
-
-def test_the_compilers_setting_for_ddp_has_its_name() -> None:
-    found = hasattr(importlib.import_module("torch._dynamo.utils"), "get_optimize_ddp_mode")
-    assert found, remedy("torch._dynamo.utils.get_optimize_ddp_mode", "ddp_without_compiler")
 
 
 def test_an_error_of_the_compiler_is_recognised() -> None:
@@ -178,6 +168,16 @@ def test_pipelines_are_for_versions_that_were_right(
     assert compat.zero_bubble_takes_functions() is functions
 
 
+def test_tables_of_several_sizes_are_for_versions_that_tell_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = wordrun.compose(["data=sample", "model=modern", "model.ngram_rows=[31,15]"])
+    model = meta_model(cfg.model, 64)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    with pytest.raises(ConfigError, match=r"ngram_rows=\[31, 15\] on tensor-parallel ranks needs torch 2\.11 or newer"):
+        model.tensor_parallel_plan()
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    assert "ngrams.1" in model.tensor_parallel_plan()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -218,33 +218,3 @@ def test_torchvision_can_be_imported_beside_any_torch(command: Command) -> None:
         "from wordrun.compat_vision import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
     )
     assert command(sys.executable, "-c", script).stdout == "resnet18\n"
-
-
-def test_optimizers_find_the_compiler_once_it_is_imported(command: Command) -> None:
-    """Until then, making one, stepping and zeroing gradients do not import it; hooks of the step are called."""
-    script = """
-import sys
-import torch
-from wordrun import compat, compat_deepspeed
-
-def make():
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight])
-    optimizer.register_step_post_hook(lambda *arguments: print("stepped", weight[0].item() < 1))
-    return weight, optimizer
-
-compat.spare_the_compiler()
-weight, optimizer = make()
-for loaded in (False, True):
-    if loaded:
-        import torch._dynamo
-    weight.square().sum().backward()
-    compat.step(optimizer)
-    optimizer.zero_grad()
-    print(weight.grad, "torch._dynamo" in sys.modules, optimizer.load_state_dict(optimizer.state_dict()))
-print(hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, compat.DISABLED), torch._dynamo.config.verbose)
-"""
-    done = command(sys.executable, "-c", script)
-    assert done.stdout.splitlines() == [
-        "stepped True", "None False None", "stepped True", "None True None", "True False",
-    ], done.stderr  # fmt: skip

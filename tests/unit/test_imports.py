@@ -76,18 +76,16 @@ MAY_USE: dict[str, set[str]] = {
     "runs": {"files", "errors", "log", "sections", "validation", "arguments"},
     "report": {"errors", "files", "sections", "arguments", "config", "composer", "track", "runs", "version"},
     "compat": {"errors"},
-    "compat_adamw": {"compat", "backend"},
     "compat_context": set(),
     "compat_experts": set(),
-    "compat_tensor": set(),
     "compat_vision": {"errors"},
     "compat_deepspeed": {"errors"},
     "checkpoint": {"errors", "files", "cgroup", "log", "dist", "config", "model", "compat", "compat_deepspeed"},
-    "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed", "compat_tensor", "heap"},
+    "backend": PARALLEL | {"checkpoint", "compat", "compat_deepspeed", "heap"},
     "prepare": CONFIG | {"data", "compat_vision"},
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
-    | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "compat_adamw", "runs", "report"},
+    | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "runs", "report"},
     "sweep": CONFIG | {"launch", "runs", "train"},
     "bandwidth": PARALLEL | {"version", "compat_context"},
     "bandwidth_files": set(),
@@ -99,7 +97,7 @@ MAY_USE: dict[str, set[str]] = {
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"choices", "arguments", "backend", "launch", "devices", "kernels"},
-    "study": PARALLEL | {"backend", "bandwidth", "compat_tensor", "launch", "plan", "prepare", "runs", "version"},
+    "study": PARALLEL | {"backend", "bandwidth", "launch", "plan", "prepare", "runs", "version"},
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
     "cli": {"errors", "dist", "interrupts", "version", "completion", "synonyms"},
     "__main__": {"cli", "interrupts"},
@@ -254,7 +252,7 @@ def test_no_file_is_too_long_to_read() -> None:
 OF_LIBRARIES = {
     "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
     "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
-    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo", "exec_module", "COMM_WORLD",
+    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "exec_module", "COMM_WORLD",
     "_compiled_call_impl",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wordrun import compat, heap
+from wordrun import heap
 from wordrun.backend import float8
 from wordrun.backend.optimizer import (
     NamedParameters,
@@ -87,7 +87,6 @@ class BackendSpec:
         Raises:
             ConfigError: it is not one optimizer, or needs a closure.
         """
-        compat.spare_the_compiler()
         optimizer, options = self.make_optimizer(parameters), self.cfg.optimizer
         require_optimizer(optimizer, self.optimizer_part)
         everywhere = self.device if self.layout.pp > 1 else None

@@ -46,12 +46,15 @@ class DDPBackend(NativeBackend):
     def _replicate(self, spec: BackendSpec, options: DDPConfig, model: Model) -> DistributedDataParallel:
         """Return the wrapper that averages the gradients of ``model`` over the ranks."""
         # Buffers are averaged after the step. DDP would overwrite them with rank 0's before the last micro-step.
-        with compat.ddp_without_compiler():
-            replica = DistributedDataParallel(
-                model, process_group=self.group, bucket_cap_mb=options.bucket_cap_mb,
-                gradient_as_bucket_view=options.gradient_as_bucket_view, static_graph=options.static_graph,
-                find_unused_parameters=options.find_unused_parameters, **compat.without_buffer_broadcast(),
-            )  # fmt: skip
+        replica = DistributedDataParallel(
+            model,
+            process_group=self.group,
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+            **compat.without_buffer_broadcast(),
+        )
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
             replica.register_comm_hook(self.group, lambda group, bucket: bf16_compress_hook(group, bucket))

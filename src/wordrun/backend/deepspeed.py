@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class DeepSpeedBackend:
         dtype = next(name for name, each in TORCH_DTYPES.items() if each == self.dtype)
         settings = ds_config.merge(cfg, options, dtype, spec.world.size, accumulation(cfg, spec.layout.dp))
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_variables(spec.world, self.device))
+            undo.enter_context(compat_deepspeed.variables(_choosing_device(spec.world, self.device)))
             deepspeed = _import()
             compat_deepspeed.restore_after_deepspeed(undo, spec.world.rank)
             deepspeed.init_distributed(auto_mpi_discovery=False)  # finds the run's own group
@@ -177,7 +177,7 @@ class DeepSpeedBackend:
                 f"resume it only with the same, not with stage {self.stage} on {self.spec.world.size}: change them, or "
                 f"load only its weights with train.init_from={folder}"
             )
-        with compat_deepspeed.deepspeed_reads_data_only():
+        with compat_deepspeed.deepspeed_reads_data_only(folder / ENGINE):
             self.engine.load_checkpoint(str(folder), tag=ENGINE)
             found = torch.load(self._own_file(folder)) if rank_tensors else {}
         return {name: found[name] for name in rank_tensors}
@@ -191,21 +191,13 @@ class DeepSpeedBackend:
         del self.engine, self.optimizer
 
 
-@contextlib.contextmanager
-def _variables(world: World, device: torch.device) -> Iterator[None]:
-    """Set the variables from which DeepSpeed chooses this rank's device; stage 3 reads them at every step."""
+def _choosing_device(world: World, device: torch.device) -> dict[str, str]:
+    """Return the variables from which DeepSpeed chooses this rank's device; stage 3 reads them at every step."""
     number = str(world.local_rank if device.index is None else device.index)
     wanted = {"DS_ACCELERATOR": device.type, "LOCAL_RANK": number}
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed requires the two to be equal
         wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = number
-    before = {name: os.environ[name] for name in wanted if name in os.environ}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name in wanted:
-            del os.environ[name]
-        os.environ.update(before)
+    return wanted
 
 
 def _import() -> Any:

@@ -129,7 +129,7 @@ class NativeBackend:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            compat.step(self.optimizer)
+            self.optimizer.step()
         self.optimizer_state.zero_grad()
         self.optimizer_state.check()
         clock.lap("optimizer")

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from wordrun import compat, compat_tensor
+from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.tensors import local
@@ -92,7 +93,7 @@ class Splitter:
 
     def _split(self, module: nn.Module, plan: dict[str, Any]) -> None:
         if plan:
-            compat_tensor.parallelize(module, self.mesh["tp"], plan)
+            parallelize(module, self.mesh["tp"], plan)
 
     def _divide(self, experts: Experts, mesh: DeviceMesh) -> None:
         """Keep this rank's experts, sharded over the ranks that have the same ones."""
@@ -123,6 +124,33 @@ class Splitter:
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch([*chain(*units[i + 1 : i + 1 + count])])
             block.set_modules_to_backward_prefetch([*chain(*units[max(0, i - count) : i][::-1])])
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
+    """Shard the parameters of ``module`` over ``mesh`` as ``plan`` says, and communicate around its modules.
+
+    All ranks must have drawn the same values: each keeps its own shard, and nothing is sent.
+    """
+    parallelize_module(module, mesh, plan, src_data_rank=None)
+    for child in module.modules():
+        for name, parameter in [*child.named_parameters(recurse=False)]:
+            if isinstance(parameter, DTensor) and parameter.device_mesh == mesh:  # not what fully_shard has sharded
+                _release_complete(child, name, parameter)
+
+
+def _release_complete(module: nn.Module, name: str, parameter: DTensor) -> None:
+    """Copy a shard that keeps the memory of the complete parameter, as shards of rows do with torch 2.8."""
+    mine = parameter.to_local().detach()
+    if mine.untyped_storage().nbytes() > mine.nbytes:
+        copied = DTensor.from_local(
+            mine.clone(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        setattr(module, name, nn.Parameter(copied, requires_grad=parameter.requires_grad))
 
 
 def check_shared(model: Model) -> None:

@@ -171,7 +171,7 @@ class Saved:
                 "pip install 'wordrun[deepspeed]'"
             ) from None
         try:
-            with compat_deepspeed.deepspeed_reads_data_only():
+            with compat_deepspeed.deepspeed_reads_data_only(self.folder / ENGINE):
                 state = convert(str(self.folder), tag=ENGINE)
             return {name: state[name] for name, _ in self.meta_model().weights()}
         except UserError:

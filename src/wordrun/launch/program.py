@@ -13,7 +13,13 @@ from typing import Any
 
 RUNNERS = (__file__, os.path.join(os.path.dirname(__file__), "guardian.py"), runpy.__file__, "<frozen runpy>")
 """Files whose frames begin the tracebacks of forked ranks."""
-FOR_WORDRUN = ("torch.distributed.checkpoint", "wordrun.train.cli", "wordrun.train.trainer", "wordrun.train.language")
+FOR_WORDRUN = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "wordrun.train.cli",
+    "wordrun.train.trainer",
+    "wordrun.train.language",
+)
 """What ranks of wordrun import sooner or later. Importing starts neither threads of torch nor a device."""
 
 

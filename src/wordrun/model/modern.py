@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wordrun import compat
 from wordrun.config import ModernConfig
+from wordrun.errors import ConfigError
 from wordrun.model import llama
 from wordrun.model.block import Block
 from wordrun.model.cache import KVCache
@@ -121,6 +124,11 @@ class Modern(llama.Llama):
         """Return how tensor-parallel ranks shard the matrices; value embeddings are divided as the heads are."""
         from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
+        if self.cfg.ngram_rows and not compat.tells_tables_apart():
+            raise ConfigError(
+                f"model.ngram_rows={self.cfg.ngram_rows} on tensor-parallel ranks needs torch 2.11 or newer, not "
+                f"{torch.__version__}: upgrade torch, leave model.ngram_rows empty, or use backend.tp=1"
+            )
         tables = {
             "ngrams": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "values": tp.ColwiseParallel(),

@@ -22,8 +22,9 @@ import torch.distributed as td
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from wordrun import bandwidth, compat_tensor, dist
+from wordrun import bandwidth, dist
 from wordrun.backend.precision import TORCH_DTYPES, fast_dtype
+from wordrun.backend.split import parallelize
 from wordrun.backend.tensors import full
 from wordrun.checks import require_transformer
 from wordrun.composer import compose
@@ -144,7 +145,7 @@ class RankTimer:
         mesh = init_device_mesh(self.device.type, (self.world.size // tp, tp), mesh_dim_names=("others", "tp"))["tp"]
         models = [self._model(layers, tp) for layers in (1, 2)]
         for model in models:
-            compat_tensor.parallelize(model, mesh, model.tensor_parallel_plan())
+            parallelize(model, mesh, model.tensor_parallel_plan())
             model.tie()
         message = sequences * cfg.block_size * cfg.n_embd * TORCH_DTYPES[self.dtype].itemsize
         ranks = tuple(td.get_process_group_ranks(mesh.get_group()))

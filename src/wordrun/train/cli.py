@@ -79,7 +79,8 @@ def _load_torch() -> None:
     """Import torch and what trains with it."""
     if "wordrun.train.trainer" in sys.modules:
         return
-    gc.disable()  # garbage collection would take a fifth of the import time
+    gc.disable()  # garbage collection would take a third of the import time
+    importlib.import_module("torch._dynamo")  # torch's optimizers import it anyway
     importlib.import_module("wordrun.train.trainer")
     gc.freeze()  # torch stays loaded until the end, so no garbage collection needs to scan it
     gc.enable()

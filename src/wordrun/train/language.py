@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wordrun import compat, dist
+from wordrun import dist
 from wordrun.backend import Backend
 from wordrun.checks import vocab_multiple
 from wordrun.config import Config, TrainConfig, TransformerConfig
@@ -239,8 +238,7 @@ class LanguageTask(Task):
             return predict(tokens)[:, :vocab_size]
 
         # Without torch.compile, which would recompile for each length of the growing text.
-        eager = torch.compiler.set_stance("force_eager") if compat.compiler_is_loaded() else nullcontext()
-        with evaluation_mode(backend), eager:
+        with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
             text = generate(
                 logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,
                 top_k=top_k, seed=train.seed if seed is None else seed,

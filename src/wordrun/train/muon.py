@@ -14,10 +14,9 @@ from wordrun import compat
 from wordrun.backend.optimizer import NamedParameters
 from wordrun.backend.tensors import local
 from wordrun.checkpoint.shards import grid_of
-from wordrun.compat_adamw import AdamW
 from wordrun.config import MuonConfig
 from wordrun.model.base import Rows
-from wordrun.train.optim import Named, decay_groups
+from wordrun.train.optim import AdamW, Named, decay_groups
 from wordrun.train.orthogonal import cost, divided, joined, orthogonalized
 from wordrun.train.owners import Owners, assign
 
@@ -70,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         chosen = tuple(item for item, p in enumerate(self.param_groups[0]["params"]) if p.grad is not None)
         parameters = [self.param_groups[0]["params"][item] for item in chosen]
         if not parameters:
-            compat.step(self.adamw)
+            self.adamw.step()
             return
         rows = [self.rows[item] for item in chosen]
         if chosen not in self._groups:
@@ -88,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         directions = [each.to(owners.device, owners.dtype) for each in directions]
         gathering = owners.to_owners(0, directions)
         if with_adamw:
-            compat.step(self.adamw)
+            self.adamw.step()
         under_way: list[Callable[[], dict[int, Tensor]]] = []
         for bucket in range(len(owners.routes)):
             complete = gathering()
