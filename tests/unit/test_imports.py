@@ -31,7 +31,7 @@ BASE = {
 }  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
-    "checks", "sizes", "refusals", "composer", "tree",
+    "checks", "sizes", "refusals", "composer",
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -67,9 +67,8 @@ MAY_USE: dict[str, set[str]] = {
     "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts", "registry"},
     "part_source": {"errors", "project", "registry", "config"},
     "sizes": {"errors", "config", "layouts", "checks"},
-    "tree": {"project", "registry"},
     "refusals": {"errors", "synonyms", "registry", "config"},
-    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree", "refusals"},
+    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "refusals"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "compat_vision", "kernels"},
