@@ -253,7 +253,8 @@ def part_of(kind: str, options: Any) -> Part:
     if not found:
         raise ConfigError(
             f"no {kind} has the options {type(options).__name__}: register it, as in wordrun.register('{kind}', NAME, "
-            f"{type(options).__name__}, IMPLEMENTATION)"
+            f"{type(options).__name__}, IMPLEMENTATION)",
+            page="extend.md#where-parts-are-found",
         )
     # Several parts may have the same options; a model's name is that of its preset.
     name = str(getattr(options, "kind" if kind == "data" else "name", "")).lower()
