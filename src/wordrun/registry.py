@@ -54,7 +54,7 @@ class Part:
     name: str = ""
     """As in GROUP=NAME."""
     origin: str = ""
-    """Where it was registered; empty: by wordrun itself."""
+    """The module that it comes from; empty: wordrun itself."""
 
     def load(self) -> Any:
         """Return the class or function that the options configure, importing its module.
@@ -151,10 +151,9 @@ def register(kind: str, name: str, options: type[Any] | str, implementation: Any
     Raises:
         ConfigError: there is no such kind, or another part has this name.
     """
-    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
-    assert caller is not None
-    own = caller.f_globals["__name__"] == "wordrun.parts"
-    part = Part(options, implementation, kind, name, "" if own else f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    modules = [_spelled(what).partition(":")[0] for what in (options, implementation)]
+    origin = next((module for module in modules if module.partition(".")[0] != "wordrun"), "")
+    part = Part(options, implementation, kind, name, origin)
     problem = _problem_with(part)
     if not problem:
         _parts[kind][name.lower()] = part
@@ -194,7 +193,7 @@ def _problem_with(part: Part) -> str:
 
 def _spelled(what: Any) -> str:
     """Return ``what`` as ``module:Name``; a notebook's cell that runs again makes a new class with the same one."""
-    return what if isinstance(what, str) else f"{what.__module__}:{what.__qualname__}"
+    return what if isinstance(what, str) else f"{what.__module__}:{getattr(what, '__qualname__', what)}"
 
 
 def parts(kind: str) -> dict[str, Part]:
@@ -225,8 +224,8 @@ def _import_parts(module: str, whose: str) -> None:
     try:
         import_named(module, whose)
         if _problems:
-            sys.modules.pop(module, None)  # it registers them again when it is imported again
-            raise ConfigError("\n".join(_problems))
+            file = sys.modules.pop(module).__file__  # it registers them again when it is imported again
+            raise ConfigError("\n".join(f"{file}: {problem}" for problem in _problems))
     finally:
         _problems = outer
 
@@ -302,18 +301,13 @@ def problems_of(cls: Any, base: str) -> list[str]:
     if not issubclass(cls, getattr(importlib.import_module("wordrun.config"), base)):
         return [f"{name} does not derive from wordrun.config.{base}: write class {name}({base})"]
     found = []
-    bases: list[Any] = [each for each in cls.__mro__ if is_dataclass(each)]
-    for each in bases:
-        if each.__module__.startswith("wordrun."):
-            continue
+    own: list[Any] = [each for each in cls.__mro__ if is_dataclass(each) and each.__module__[:8] != "wordrun."]
+    for each in own:
         docs, typed = field_docs(each), inspect.get_annotations(each)
         # An attribute may replace a base class's property, such as built_from of a tokenizer, which is no option.
         replaced = {key for base in each.__mro__[1:] for key in vars(base) if isinstance(vars(base)[key], property)}
-        untyped = [
-            key
-            for key, value in vars(each).items()
-            if key[0] != "_" and key not in {*typed, *replaced} and not (callable(value) or hasattr(value, "__get__"))
-        ]
+        plain = [key for key, value in vars(each).items() if not (callable(value) or hasattr(value, "__get__"))]
+        untyped = [key for key in plain if key[0] != "_" and key not in {*typed, *replaced}]
         found += [f"{each.__name__}.{key} has no type: write {key}: TYPE = ..." for key in untyped]
         found += [f"{each.__name__}.{key} {problem}" for key, problem in option_types.problems(each, typed).items()]
         found += [
