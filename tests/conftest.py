@@ -17,14 +17,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hypothesis
-import kept_trees
 import pytest
 import stand_in
 from xdist.scheduler import LoadFileScheduling
@@ -88,10 +86,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.cpu_times:
         config.pluginmanager.register(cpu_times)
-    if not hasattr(config, "workerinput"):  # in the process that starts workers, which inherit the variable
-        trees = tempfile.TemporaryDirectory(prefix="trees-of-tests-")
-        os.environ[kept_trees.FOLDER] = trees.name
-        config.add_cleanup(trees.cleanup)
     os.environ.pop("PYTHONUNBUFFERED", None)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for number in (signal.SIGHUP, signal.SIGINT):

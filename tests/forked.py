@@ -24,8 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import kept_trees
-
 from wordrun.launch.address import free_port
 
 # What a rank imports sooner or later.
@@ -124,15 +122,6 @@ def drawn() -> AbstractContextManager[Any]:
     return mock.patch.multiple(run, **changed) if changed else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def shared_trees() -> Iterator[None]:
-    """Share composed configs with other processes: see ``kept_trees``."""
-    from wordrun import tree
-
-    with mock.patch.object(tree, "_kept", kept_trees.shared(tree)):
-        yield
-
-
 def _rank(words: list[str], folder: str, env: dict[str, str], files: Sequence[Path]) -> None:
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
@@ -148,7 +137,7 @@ def become(words: Sequence[str], folder: str, env: Mapping[str, str]) -> None:
     script = Path(words[0]).absolute()
     sys.argv, sys.path[0] = list(words), folder if words[0] == "-m" else str(script.parent)
     sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    with drawn() if env.get("DRAWN_BY_TESTS") else undrawn(), shared_trees():
+    with drawn() if env.get("DRAWN_BY_TESTS") else undrawn():
         if words[0] == "-m":
             sys.argv = list(words[1:])
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)

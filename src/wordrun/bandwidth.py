@@ -82,7 +82,10 @@ def sizes(text: str) -> list[int]:
     ends = [re.fullmatch(r"(\d+)\s*([KMG]?B?)", part.strip().upper()) for part in text.split("..")]
     numbers = [int(end[1]) * UNITS[end[2] if end[2] in UNITS else f"{end[2]}B"] for end in ends if end]
     if None in ends or len(ends) > 2 or not 4 <= numbers[0] <= numbers[-1]:
-        raise ConfigError(f"--sizes {text} should be a range such as 1KB..64MB, of at least 4 bytes")
+        raise ConfigError(
+            f"--sizes {text} should be a range such as 1KB..64MB, of at least 4 bytes",
+            page="backends.md#how-fast-do-the-ranks-communicate",
+        )
     found = [numbers[0]]
     while found[-1] < numbers[-1]:
         found.append(min(found[-1] * FACTOR, numbers[-1]))
@@ -100,7 +103,10 @@ def layout(text: str, ranks: int) -> Layout | None:
     parts = dict(part.partition("=")[::2] for part in text.split(","))
     known = f"the axes are {', '.join(AXES)}"
     if wrong := [name for name, size in parts.items() if name not in AXES or not size.isdigit() or int(size) < 1]:
-        raise ConfigError(f"--layout {text}: {wrong[0]} should be AXIS=RANKS; {known}")
+        raise ConfigError(
+            f"--layout {text}: {wrong[0]} should be AXIS=RANKS; {known}",
+            page="backends.md#how-fast-do-the-ranks-communicate",
+        )
     found = Layout(**{name: int(size) for name, size in parts.items()})
     if found.size != ranks:
         raise ConfigError(f"--layout {text} is for {found.size} ranks, but there are {ranks}: start {found.size}")

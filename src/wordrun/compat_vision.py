@@ -26,7 +26,9 @@ def torchvision(module: str, user: str) -> Any:
     try:
         return importlib.import_module(f"torchvision.{module}")
     except ImportError as error:
-        raise ConfigError(f"{user} needs torchvision ({error}): pip install 'wordrun[vision]'") from None
+        raise ConfigError(
+            f"{user} needs torchvision ({error}): pip install 'wordrun[vision]'", page="install.md#extras"
+        ) from None
     except RuntimeError as error:
         if "operator torchvision::" not in str(error) or _declared:
             raise

@@ -6,12 +6,14 @@ import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -34,13 +36,21 @@ from wordrun.part_source import PartSource, SearchPath, all_problems
 from wordrun.refusals import REFUSALS, diagnose, name_of, option_names, unknown_option
 from wordrun.registry import backends
 from wordrun.run_id import new_run_id
-from wordrun.tree import Tree, composed_tree
 
 # Hydra's own settings that a run uses; others would be silently ignored.
 HYDRA_SETTINGS = (
     "hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra.launcher.",
     "hydra/sweeper", "hydra.sweeper.",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The root of the configuration tree; Hydra's --config-path, --config-name and --config-dir change it."""
+
+    name: str = "config"
+    path: str | None = None
+    extra_dir: str | None = None
 
 
 def compose(
@@ -215,9 +225,26 @@ def data_home() -> str:
 
 
 def _compose(overrides: list[str], tree: Tree) -> DictConfig:
+    """Return what Hydra composes.
+
+    Raises:
+        HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError: an override is invalid.
+    """
     register()
+    extra = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]"] if tree.extra_dir else []
     with all_problems():
-        return composed_tree(overrides, tree)
+        backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
+        GlobalHydra.instance().clear()
+        start = (
+            hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
+            if tree.path
+            else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
+        )
+        try:
+            with start:
+                return hydra.compose(tree.name, [*extra, *overrides], return_hydra_config=True)
+        finally:
+            GlobalHydra.instance().hydra = backup
 
 
 def _undeclared(composed: DictConfig) -> Iterator[str]:

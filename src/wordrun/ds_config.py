@@ -53,7 +53,10 @@ def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, 
             )
         node[name] = ours
     if problems:
-        raise ConfigError("\n".join(dict.fromkeys(f"backend.config={backend.config}: {text}" for text in problems)))
+        raise ConfigError(
+            "\n".join(dict.fromkeys(f"backend.config={backend.config}: {text}" for text in problems)),
+            page="backends.md#deepspeed",
+        )
     merged.pop("optimizer")  # the engine gets the run's optimizer
     # The run's optimizer is used on CPUs too, so they need none of DeepSpeed's compiled ops.
     return _without_auto(merged) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

@@ -21,6 +21,13 @@ class UserError(Exception):
     """Something outside the program is wrong; the message names it, its value and the remedy."""
 
     exit_status = 1
+    page = ""
+    """The section of docs/ that says more, such as ``launch.md#sites``; empty: the message says it all."""
+
+    def __init__(self, message: object = "", *, page: str = "") -> None:
+        """Say ``message``; ``page`` says more than that of the class."""
+        super().__init__(message)
+        self.page = page or self.page
 
 
 class ConfigError(UserError, ValueError):
@@ -33,6 +40,7 @@ class WorldError(UserError):
     """The launcher's variables, MPI and the machine do not agree on who the ranks are."""
 
     exit_status = 2
+    page = "dist.md#how-a-process-is-identified"
 
 
 class PartError(UserError, RuntimeError):
@@ -100,147 +108,11 @@ def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.Fra
             if each.filename == file or (inside and each.filename[:1] != "<")]  # fmt: skip
 
 
-PAGES = {
-    "wordrun.arguments": "",
-    "wordrun.chat": "",
-    "wordrun.backend": "backends.md#which-models-on-which-backends",
-    "wordrun.backend.base.checked": "extend.md#a-model",
-    "wordrun.backend.deepspeed": "backends.md#deepspeed",
-    "wordrun.backend.float8": "speed.md#float8",
-    "wordrun.backend.groups": "extend.md#an-optimizer",
-    "wordrun.backend.optimizer": "extend.md#an-optimizer",
-    "wordrun.backend.pipeline": "backends.md#pipelines",
-    "wordrun.backend.unused": "backends.md#parameters-without-a-gradient",
-    "wordrun.bandwidth": "backends.md#how-fast-do-the-ranks-communicate",
-    "wordrun.checkpoint": "checkpoints.md#what-a-checkpoint-contains",
-    "wordrun.checkpoint.folder.choose": "checkpoints.md#resuming",
-    "wordrun.checkpoint.folder.locate": "checkpoints.md#resuming",
-    "wordrun.checkpoint.node_memory": "checkpoints.md#checkpoints-in-memory",
-    "wordrun.checks": "",
-    "wordrun.compat_vision": "install.md#extras",
-    "wordrun.compat_deepspeed": "backends.md#deepspeed",
-    "wordrun.completion": "",
-    "wordrun.composer": "",
-    "wordrun.refusals": "",
-    "wordrun.config": "",
-    "wordrun.data": "data.md#sources",
-    "wordrun.data.examples": "tasks.md#your-own-model-data-and-metric",
-    "wordrun.data.examples.__getitem__": "tasks.md#batches-of-your-own",
-    "wordrun.data.images": "tasks.md#images",
-    "wordrun.data.loader": "data.md#loading",
-    "wordrun.data.manifest": "data.md#preparing",
-    "wordrun.data.order": "data.md#loading",
-    "wordrun.data.tokenizers": "data.md#tokenizers",
-    "wordrun.data.tokenizers._refuse_texts": "extend.md#a-tokenizer",
-    "wordrun.dist.agreement": "jobs.md#a-hang",
-    "wordrun.dist.device": "install.md#clusters",
-    "wordrun.dist.mesh": "backends.md#layout-of-the-ranks",
-    "wordrun.dist.mpi": "dist.md#how-a-process-is-identified",
-    "wordrun.dist.rendezvous": "launch.md#who-can-connect",
-    "wordrun.dist.setup": "install.md#clusters",
-    "wordrun.dist.world": "dist.md#how-a-process-is-identified",
-    "wordrun.ds_config": "backends.md#deepspeed",
-    "wordrun.errors": "",
-    "wordrun.export": "generate.md#export",
-    "wordrun.generate": "generate.md#generate",
-    "wordrun.launch.limits": "launch.md#submit",
-    "wordrun.launch": "launch.md#in-a-slurm-or-pbs-job",
-    "wordrun.launch.cli": "",
-    "wordrun.launch.freeze": "jobs.md#the-code-that-a-job-runs",
-    "wordrun.launch.job_script": "launch.md#submit",
-    "wordrun.launch.launchers.local": "launch.md#one-machine",
-    "wordrun.launch.launchers.torchrun": "launch.md#one-machine",
-    "wordrun.launch.parser": "",
-    "wordrun.launch.planner": "",
-    "wordrun.launch.points": "study.md#scaling",
-    "wordrun.launch.ranks.check_crowd": "launch.md#one-machine",
-    "wordrun.launch.site_files": "launch.md#sites",
-    "wordrun.launch.stacks": "jobs.md#a-hang",
-    "wordrun.launch.submit": "launch.md#submit",
-    "wordrun.layouts": "backends.md#layout-of-the-ranks",
-    "wordrun.model": "extend.md#a-model",
-    "wordrun.model.experts": "experts.md#what-works-with-what",
-    "wordrun.model.huggingface": "generate.md#export",
-    "wordrun.model.images": "tasks.md#images",
-    "wordrun.model.lora": "finetune.md#lora",
-    "wordrun.model.mup": "scaling_laws.md#mup-one-learning-rate-for-all-widths",
-    "wordrun.model.plain": "tasks.md#your-own-model-data-and-metric",
-    "wordrun.model.pretrained": "generate.md#start-from-existing-weights",
-    "wordrun.new": "",
-    "wordrun.part_source": "extend.md#where-parts-are-found",
-    "wordrun.plan": "plan.md#another-model-or-backend",
-    "wordrun.plan.budget": "plan.md#a-memory-budget",
-    "wordrun.plan.comparison": "plan.md#before-every-run",
-    "wordrun.plan.options": "",
-    "wordrun.plan.time": "plan.md#the-time-of-a-step",
-    "wordrun.prepare": "data.md#preparing",
-    "wordrun.prepare.sources": "data.md#sources",
-    "wordrun.prepare.sources.pairs": "finetune.md#fine-tune",
-    "wordrun.prepare.vision": "tasks.md#images",
-    "wordrun.project": "extend.md#where-parts-are-found",
-    "wordrun.registry": "extend.md#where-parts-are-found",
-    "wordrun.report": "train.md#look-at-runs-and-compare-them",
-    "wordrun.runs": "train.md#look-at-runs-and-compare-them",
-    "wordrun.slurm": "launch.md#in-a-slurm-or-pbs-job",
-    "wordrun.study": "study.md#interrupted-studies",
-    "wordrun.study.calibrate": "plan.md#the-time-of-a-step",
-    "wordrun.study.cli": "",
-    "wordrun.study.coord": "scaling_laws.md#the-coordinate-check",
-    "wordrun.study.isoflop": "scaling_laws.md#isoflop-the-best-size-for-a-budget",
-    "wordrun.study.scaling": "study.md#scaling",
-    "wordrun.sweep": "sweeps.md#options-of-the-launcher",
-    "wordrun.sweep.folder": "sweeps.md#continuing-a-sweep",
-    "wordrun.sweep.grid": "sweeps.md#continuing-a-sweep",
-    "wordrun.sweep.hydra_launcher.search": "sweeps.md#searching-with-optuna",
-    "wordrun.sweep.search": "sweeps.md#searching-with-optuna",
-    "wordrun.test_dist": "install.md#check-the-installation",
-    "wordrun.track": "train.md#trackers",
-    "wordrun.train.checkpoint": "checkpoints.md#when-checkpoints-are-written",
-    "wordrun.train.cli": "",
-    "wordrun.train.evaluation": "extend.md#a-metric",
-    "wordrun.train.examples": "tasks.md#your-own-model-data-and-metric",
-    "wordrun.train.failing": "train.md#hooks",
-    "wordrun.train.failing.explained": "",
-    "wordrun.train.finite": "checkpoints.md#non-finite-gradients",
-    "wordrun.train.help": "",
-    "wordrun.train.hook_checks": "train.md#hooks",
-    "wordrun.train.hooks": "train.md#hooks",
-    "wordrun.train.hooks.standard": "checkpoints.md#when-checkpoints-are-written",
-    "wordrun.train.in_memory": "checkpoints.md#checkpoints-in-memory",
-    "wordrun.train.language": "data.md#tokenizers",
-    "wordrun.train.language._check_reads": "extend.md#a-model",
-    "wordrun.train.language.generate": "generate.md#generate",
-    "wordrun.train.lora_base": "finetune.md#lora",
-    "wordrun.train.memory": "plan.md#before-every-run",
-    "wordrun.train.memory_resume": "checkpoints.md#checkpoints-in-memory",
-    "wordrun.train.profile": "train.md#profilers",
-    "wordrun.train.resume": "checkpoints.md#resuming",
-    "wordrun.train.rng": "train.md#repeatable-runs",
-    "wordrun.train.run": "train.md#the-run-directory",
-    "wordrun.train.task": "generate.md#start-from-existing-weights",
-    "wordrun.train.training": "train.md#hooks",
-}
-"""The section of docs/ about the errors that a package, module or function raises; empty: the message says it all."""
-
-
-def page_of(raised: str) -> str:
-    """Return what PAGES has for the longest beginning of ``raised``, the dotted name of a function; empty: nothing."""
-    parts = raised.split(".")
-    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((PAGES[name] for name in names if name in PAGES), "")
-
-
 def with_page(error: UserError) -> str:
     """Return an error's message and, if a page has more to say than the message, a line that names it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals is not globals()]
     if isinstance(error, PartError):  # of which the file with the traceback has more to say
         return error.excerpt()
-    if not frames:
-        return str(error)
-    # The name of a module that was started by python -m is in its spec.
-    spec, function = frames[-1].f_globals.get("__spec__"), frames[-1].f_code.co_name
-    page = page_of(f"{spec.name if spec else ''}.{function}")
-    return f"{error}\nmore: docs/{page}" if page else str(error)
+    return f"{error}\nmore: docs/{error.page}" if error.page else str(error)
 
 
 def lines_without_pages(output: str) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,6 +22,8 @@ REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLE
 # wordrun's own plugins.
 PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
 GROUPS = (*SECTIONS, "experiment", "train.backend")
+VALUE = re.compile(r"(?!hydra\.searchpath|train\.backend=)\w+(\.\w+)+=.*", re.DOTALL)
+"""An override that changes the value of an option; the others choose files, add or delete."""
 
 
 def diagnose(
@@ -35,41 +38,36 @@ def diagnose(
         compose: returns what some of them compose to.
         cause: what it raises for all of them, one of ``REFUSALS``.
     """
-    problems: list[str] = []
     try:
         base = compose([])
     except REFUSALS:
         is_ours = isinstance(cause, ConfigError)
         return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None, []
+    refused: dict[str, Exception] = {}
     good: list[str] = []
-    broken: list[str] = []
-    """Groups whose parts cannot be imported; whether their options are right is unknown."""
-    refused_groups: list[str] = []
-    # Hydra's search path first, since it adds files, then file selections, since they add options.
-    rest = sorted(
-        overrides, key=lambda o: (not name_of(o).startswith("hydra"), "/" not in name_of(o), name_of(o) not in GROUPS)
-    )
-    while rest:
-        # Bisection: the first ``count`` of the rest can be applied, and the first ``refused`` cannot.
-        count, tried, refused = 0, len(rest), len(rest) + 1
-        if rest == overrides:  # of which all together have just been refused
-            tried, refused, why = len(rest) // 2, len(rest), cause
-        while count + 1 < refused:
-            try:
-                base, count = compose([*good, *rest[:tried]]), tried
-            except REFUSALS as error:
-                refused, why = tried, error
-            tried = (count + refused) // 2
-        good += rest[:count]
-        if count < len(rest):
-            if (name := name_of(rest[count])) in SECTIONS:
-                refused_groups.append(name)
-            if isinstance(why, ConfigError):
-                broken.append(f"{name}.")
-            if not name.startswith(tuple(broken)):
-                problems.append(translate(rest[count], why, base))
-        rest = rest[refused:]
-    return (problems, base, refused_groups) if problems else ([first_line(cause)], None, [])
+    # Hydra's search path first, since it adds files.
+    for override in sorted((o for o in overrides if not VALUE.fullmatch(o)), key=lambda o: not o.startswith("hydra")):
+        try:
+            base = compose([*good, override])
+            good.append(override)
+        except REFUSALS as error:
+            refused[override] = error
+    for override in (o for o in overrides if VALUE.fullmatch(o)):
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([override])
+            if parsed.is_sweep_override():
+                raise HydraException("Ambiguous value")
+            OmegaConf.update(base, parsed.key_or_group, parsed.value())
+        except REFUSALS as error:
+            refused[override] = error
+    # Whether the options of a part that cannot be imported are right is unknown.
+    broken = tuple(f"{name_of(override)}." for override, error in refused.items() if isinstance(error, ConfigError))
+    problems = [
+        translate(o, refused[o], base)
+        for o in dict.fromkeys(overrides)
+        if o in refused and not name_of(o).startswith(broken)
+    ]
+    return problems or [first_line(cause)], base, [name for name in map(name_of, refused) if name in SECTIONS]
 
 
 def translate(override: str, error: Exception, base: DictConfig) -> str:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import option_types, project
-from wordrun.class_source import statements
 from wordrun.errors import ConfigError, PartError, UserError, first_line, nearest
 
 KINDS: Mapping[str, str] = {
@@ -55,7 +54,7 @@ class Part:
     name: str = ""
     """As in GROUP=NAME."""
     origin: str = ""
-    """Where it was registered; empty: by wordrun itself."""
+    """The module that it comes from; empty: wordrun itself."""
 
     def load(self) -> Any:
         """Return the class or function that the options configure, importing its module.
@@ -152,10 +151,9 @@ def register(kind: str, name: str, options: type[Any] | str, implementation: Any
     Raises:
         ConfigError: there is no such kind, or another part has this name.
     """
-    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
-    assert caller is not None
-    own = caller.f_globals["__name__"] == "wordrun.parts"
-    part = Part(options, implementation, kind, name, "" if own else f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    modules = [_spelled(what).partition(":")[0] for what in (options, implementation)]
+    origin = next((module for module in modules if module.partition(".")[0] != "wordrun"), "")
+    part = Part(options, implementation, kind, name, origin)
     problem = _problem_with(part)
     if not problem:
         _parts[kind][name.lower()] = part
@@ -195,7 +193,7 @@ def _problem_with(part: Part) -> str:
 
 def _spelled(what: Any) -> str:
     """Return ``what`` as ``module:Name``; a notebook's cell that runs again makes a new class with the same one."""
-    return what if isinstance(what, str) else f"{what.__module__}:{what.__qualname__}"
+    return what if isinstance(what, str) else f"{what.__module__}:{getattr(what, '__qualname__', what)}"
 
 
 def parts(kind: str) -> dict[str, Part]:
@@ -226,8 +224,8 @@ def _import_parts(module: str, whose: str) -> None:
     try:
         import_named(module, whose)
         if _problems:
-            sys.modules.pop(module, None)  # it registers them again when it is imported again
-            raise ConfigError("\n".join(_problems))
+            file = sys.modules.pop(module).__file__  # it registers them again when it is imported again
+            raise ConfigError("\n".join(f"{file}: {problem}" for problem in _problems))
     finally:
         _problems = outer
 
@@ -253,7 +251,8 @@ def part_of(kind: str, options: Any) -> Part:
     if not found:
         raise ConfigError(
             f"no {kind} has the options {type(options).__name__}: register it, as in wordrun.register('{kind}', NAME, "
-            f"{type(options).__name__}, IMPLEMENTATION)"
+            f"{type(options).__name__}, IMPLEMENTATION)",
+            page="extend.md#where-parts-are-found",
         )
     # Several parts may have the same options; a model's name is that of its preset.
     name = str(getattr(options, "kind" if kind == "data" else "name", "")).lower()
@@ -302,46 +301,50 @@ def problems_of(cls: Any, base: str) -> list[str]:
     if not issubclass(cls, getattr(importlib.import_module("wordrun.config"), base)):
         return [f"{name} does not derive from wordrun.config.{base}: write class {name}({base})"]
     found = []
-    bases: list[Any] = [each for each in cls.__mro__ if is_dataclass(each)]
-    for each in bases:
-        if each.__module__.startswith("wordrun.") or statements(each) is None:
-            continue
+    own: list[Any] = [each for each in cls.__mro__ if is_dataclass(each) and each.__module__[:8] != "wordrun."]
+    for each in own:
         docs, typed = field_docs(each), inspect.get_annotations(each)
         # An attribute may replace a base class's property, such as built_from of a tokenizer, which is no option.
         replaced = {key for base in each.__mro__[1:] for key in vars(base) if isinstance(vars(base)[key], property)}
-        untyped = [key for key in _assigned(each) if key not in {*typed, *replaced}]
+        plain = [key for key, value in vars(each).items() if not (callable(value) or hasattr(value, "__get__"))]
+        untyped = [key for key in plain if key[0] != "_" and key not in {*typed, *replaced}]
         found += [f"{each.__name__}.{key} has no type: write {key}: TYPE = ..." for key in untyped]
         found += [f"{each.__name__}.{key} {problem}" for key, problem in option_types.problems(each, typed).items()]
         found += [
             f'{each.__name__}.{key} has no documentation: write a """line""" under it'
             for key in typed
-            if key in {field.name for field in fields(each)} and not docs.get(key) and key != "name"
+            if docs is not None and key in {field.name for field in fields(each)} - {"name", *docs}
         ]
     return found
 
 
-def _assigned(cls: Any) -> list[str]:
-    """Return the names that the body of ``cls`` assigns without a type."""
-    body = statements(cls) or []
-    targets = [target for statement in body if isinstance(statement, ast.Assign) for target in statement.targets]
-    return [target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("_")]
+def field_docs(cls: type[Any]) -> dict[str, str] | None:
+    """Return the documentation of the fields in the body of a config dataclass: the string literal under each.
+
+    None: Python does not know the source, as in a notebook.
+    """
+    try:
+        lines, _ = inspect.findsource(sys.modules[cls.__module__])
+        return _field_docs("".join(lines)).get(cls.__name__)
+    except (OSError, TypeError, KeyError, SyntaxError):
+        return None
 
 
 @cache
-def field_docs(cls: Any) -> dict[str, str]:
-    """Return the documentation of each field of a config dataclass: the string literal under it.
-
-    Where Python does not know the source, as in a notebook, there is none.
-    """
-    body, docs = statements(cls) or [], dict[str, str]()
-    for statement, after in pairwise(body):
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
-            docs[statement.target.id] = inspect.cleandoc(after.value.value)  # type: ignore[attr-defined]
-    return docs
+def _field_docs(source: str) -> dict[str, dict[str, str]]:
+    """Return the strings under fields by the names of the classes in a module's source and of the fields."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            docs = found.setdefault(node.name, {})  # of several classes with this name, the fields of all
+            for field, text in pairwise(node.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))) if doc:
+                        docs[name] = inspect.cleandoc(doc)
+    return found
 
 
 def documentation(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a config dataclass, those of its bases included; empty: it has none."""
-    found = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in field_docs(base).items()}
+    found = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in (field_docs(base) or {}).items()}
     return dict.fromkeys((field.name for field in fields(cls)), "") | found

@@ -32,6 +32,8 @@ Check = Callable[[dist.World, ModuleType], None]
 class CheckError(UserError):
     """A check that failed, with its name, rank and values."""
 
+    page = "install.md#check-the-installation"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks with ``argv`` (default: the command line) and return the exit status."""

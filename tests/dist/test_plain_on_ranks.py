@@ -255,7 +255,7 @@ def test_ddp_names_parameters_without_a_gradient(ranks: Command) -> None:
     done = ranks(2, "script.py", json.dumps([words]), under="fork", timeout=60)
     assert done.returncode == 1
     assert re.search(
-        r"model=spare \(\S+parts.py:5\): aux.weight, aux.bias got no gradient in step 1: remove them, freeze them "
+        r"model=spare \(net\): aux.weight, aux.bias got no gradient in step 1: remove them, freeze them "
         r"\(requires_grad=False\), or use backend.find_unused_parameters=true\n",
         done.stderr,
     )

@@ -1,6 +1,6 @@
 """Lets Python processes that tests start draw no plots and no report, as ``forked.undrawn``: it is half of a small run.
 
-Tests that look at them set ``DRAWN_BY_TESTS``. The processes also share config trees: see ``kept_trees``.
+Tests that look at them set ``DRAWN_BY_TESTS``.
 Python imports this file at its start from PYTHONPATH.
 """
 
@@ -18,24 +18,13 @@ def _draw_nothing(run: ModuleType) -> None:
     vars(run).update(draw=lambda *_: [], page=page, drawing_of_users={"draw": run.draw, "page": run.page})
 
 
-def _share_trees(tree: ModuleType) -> None:
-    import kept_trees  # in few processes
-
-    vars(tree).update(_kept=kept_trees.shared(tree))
-
-
-CHANGES = {"wordrun.train.run": _draw_nothing, "wordrun.tree": _share_trees}
-if os.environ.get("DRAWN_BY_TESTS"):
-    del CHANGES["wordrun.train.run"]
-
-
 class Undrawn:
-    """Finds the modules that have a run drawn and a config composed, and changes them as soon as they are loaded."""
+    """Finds the module that has a run drawn, and changes it as soon as it is loaded."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of such a module."""
-        if name not in CHANGES:
+        """Return the spec of this module."""
+        if name != "wordrun.train.run" or os.environ.get("DRAWN_BY_TESTS"):
             return None
         spec = PathFinder.find_spec(name, path)
         assert spec
@@ -44,7 +33,7 @@ class Undrawn:
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            CHANGES[name](module)
+            _draw_nothing(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

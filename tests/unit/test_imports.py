@@ -31,7 +31,7 @@ BASE = {
 }  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
-    "checks", "refusals", "composer", "tree",
+    "checks", "refusals", "composer",
 }  # fmt: skip
 PARALLEL = CONFIG | {"data", "model", "track"}
 MAY_USE: dict[str, set[str]] = {
@@ -52,9 +52,8 @@ MAY_USE: dict[str, set[str]] = {
     "run_id": set(),
     "log": {"errors"},
     "project": {"errors"},
-    "class_source": set(),
     "option_types": set(),
-    "registry": {"errors", "option_types", "project", "class_source"},
+    "registry": {"errors", "option_types", "project"},
     "parts": {"registry"},
     "flight_recorder": set(),
     "dist": BASE | {"registry", "flight_recorder"},
@@ -66,9 +65,8 @@ MAY_USE: dict[str, set[str]] = {
     "layouts": {"errors", "dist", "config"},
     "checks": {"errors", "choices", "dist", "config", "ds_config", "layouts", "registry"},
     "part_source": {"errors", "project", "registry", "config"},
-    "tree": {"project", "registry"},
     "refusals": {"errors", "synonyms", "registry", "config"},
-    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "tree", "refusals"},
+    "composer": BASE | {"project", "registry", "config", "part_source", "checks", "checkpoint", "refusals"},
     "launch": BASE,
     "data": CONFIG,
     "model": CONFIG | {"compat", "compat_context", "compat_experts", "compat_vision", "kernels"},

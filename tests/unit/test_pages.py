@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wordrun import dist
-from wordrun.errors import PAGES, ConfigError, PartError, UserError, page_of, with_page
+from wordrun.errors import ConfigError, PartError, UserError, WorldError, with_page
 from wordrun.launch import cli
 
 if TYPE_CHECKING:
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS, PACKAGE, README = ROOT / "docs", ROOT / "src/wordrun", (ROOT / "README.md").read_text()
-SOURCES = {
-    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file.read_text()
-    for file in PACKAGE.rglob("*.py")
-}
-"""The source of each module, by its name."""
+SOURCES = [file.read_text() for file in PACKAGE.rglob("*.py")]
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,53 +35,22 @@ def exists(page: str) -> bool:
     return anchor in anchors(DOCS / name)
 
 
-def user_errors() -> set[str]:
-    """Return the names of the errors that derive from UserError, except those of parts, which name a file of theirs."""
-    bases = dict(re.findall(r"^class (\w+)\((\w*Error)\b", "\n".join(SOURCES.values()), re.MULTILINE))
-    names = {"UserError"}
-    while more := {name for name, base in bases.items() if base in names} - names:
-        names |= more
-    return names - {"PartError", "SeveralPartsError", "HookError"}
-
-
-def test_the_sections_and_the_modules_and_functions_exist() -> None:
-    assert [page for page in PAGES.values() if page and not exists(page)] == []
-    functions = [raised.rpartition(".") for raised in PAGES if raised not in SOURCES]
-    lost = [name for module, _, name in functions if not re.search(rf"^ *def {name}\(", SOURCES[module], re.MULTILINE)]
-    assert lost == []
-
-
-def test_every_module_that_ends_a_run_has_an_entry() -> None:
-    ending = re.compile(rf"raise ({'|'.join(user_errors())})\(")
-    modules = [module.split(".") for module, source in SOURCES.items() if ending.search(source)]
-    assert len(modules) > 100
-    packages = [{".".join(parts[:end]) for end in range(2, len(parts) + 1)} for parts in modules]
-    assert [max(names) for names in packages if not names & {*PAGES}] == [], "add them to PAGES in errors.py"
-
-
 def test_sections_named_in_the_code_exist() -> None:
-    named = {found for text in SOURCES.values() for found in re.findall(r"\w+\.md#[\w-]+", text)}
+    named = {found for text in SOURCES for found in re.findall(r"\w+\.md#[\w-]+", text)}
     assert {"jobs.md#a-hang", "launch.md#exit-status-and-signals"} <= named
     assert [page for page in sorted(named) if not exists(page)] == []
-    pages = {found for text in SOURCES.values() for found in re.findall(r"docs/(\w+\.md)", text)}
+    pages = {found for text in SOURCES for found in re.findall(r"docs/(\w+\.md)", text)}
     assert [page for page in sorted(pages) if not (DOCS / page).exists()] == []
 
 
-def test_a_message_names_the_section_of_the_module_that_raised_it() -> None:
+def test_a_message_names_the_section_of_its_error() -> None:
     with pytest.raises(UserError) as contradiction:
         dist.discover({"RANK": "0", "WORLD_SIZE": "2"})
     assert with_page(contradiction.value) == f"{contradiction.value}\nmore: docs/dist.md#how-a-process-is-identified"
-    with pytest.raises(ConfigError) as unlisted:
-        raise ConfigError("here")
-    assert with_page(unlisted.value) == "here"
-
-
-def test_a_function_comes_before_its_module_and_a_module_before_its_package() -> None:
-    assert page_of("wordrun.train.failing.explained") == ""
-    assert page_of("wordrun.train.failing.FailedHooks") == PAGES["wordrun.train.failing"]
-    assert page_of("wordrun.prepare.sources.hub.open") == PAGES["wordrun.prepare.sources"]
-    assert page_of("wordrun.prepare.stage.copy") == PAGES["wordrun.prepare"]
-    assert page_of("mine.losses") == ""
+    assert with_page(WorldError("here", page="jobs.md#a-hang")) == "here\nmore: docs/jobs.md#a-hang"
+    assert with_page(ConfigError("here")) == "here"
+    sent = pickle.loads(pickle.dumps(ConfigError("here", page="jobs.md#a-hang")))  # to another process
+    assert with_page(sent) == "here\nmore: docs/jobs.md#a-hang"
 
 
 def test_a_part_that_fails_names_the_file_with_its_traceback_only() -> None:
@@ -93,7 +59,7 @@ def test_a_part_that_fails_names_the_file_with_its_traceback_only() -> None:
     assert with_page(failed.value) == "hook=mine: ValueError: no"
 
 
-def test_a_module_that_is_run_by_its_name_is_found(command: Command) -> None:
+def test_a_module_that_is_run_by_its_name_names_it(command: Command) -> None:
     done = command(sys.executable, "-m", "wordrun.test_dist", "--bench", "--sizes", "1")
     assert done.stderr.splitlines()[-1] == "more: docs/backends.md#how-fast-do-the-ranks-communicate"
 

@@ -193,7 +193,8 @@ def require_shards(folder: Path, facts: Mapping[str, Any], *, on_islands: bool) 
     if facts["kind"] == "deepspeed":
         raise ConfigError(
             f"{folder} was written by DeepSpeed's engine, so this backend cannot resume from it: use "
-            f"train.backend=deepspeed, or load only its weights with train.init_from={folder}"
+            f"train.backend=deepspeed, or load only its weights with train.init_from={folder}",
+            page="backends.md#which-models-on-which-backends",
         )
     if facts.get("between") and not on_islands:
         raise ConfigError(
@@ -220,7 +221,8 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
             found = "a tensor that does not depend on the weights (was it detached?)"
     raise UserError(
         f"{part_of('model', options)}: losses(batch) should return the loss of each example, a floating-point "
-        f"tensor of shape [{size}] on {device.type}: it returned {found}"
+        f"tensor of shape [{size}] on {device.type}: it returned {found}",
+        page="extend.md#a-model",
     )
 
 

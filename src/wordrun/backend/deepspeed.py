@@ -175,7 +175,8 @@ class DeepSpeedBackend:
             raise ConfigError(
                 f"{folder} was written with ZeRO stage {facts['stage']} on {facts['ranks']} ranks, and DeepSpeed can "
                 f"resume it only with the same, not with stage {self.stage} on {self.spec.world.size}: change them, or "
-                f"load only its weights with train.init_from={folder}"
+                f"load only its weights with train.init_from={folder}",
+                page="backends.md#deepspeed",
             )
         with compat_deepspeed.deepspeed_reads_data_only(folder / ENGINE):
             self.engine.load_checkpoint(str(folder), tag=ENGINE)

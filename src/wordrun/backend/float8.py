@@ -31,7 +31,8 @@ def require(recipe: str, device: torch.device) -> None:
         have = f"this {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
     raise ConfigError(
         f"train.float8={recipe} needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} or higher, but "
-        f"{have}: use train.float8=none"
+        f"{have}: use train.float8=none",
+        page="speed.md#float8",
     )
 
 

@@ -31,6 +31,8 @@ Group = dict[str, Any]
 class StateError(UserError, TypeError):
     """An optimizer keeps something that a checkpoint cannot hold; the message names the optimizer and what it is."""
 
+    page = "extend.md#an-optimizer"
+
 
 class GroupValues:
     """Knows which values of an optimizer's groups have changed since it was constructed.

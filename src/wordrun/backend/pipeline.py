@@ -37,7 +37,10 @@ class PipelineBackend(FSDPBackend):
         cfg, options, pp = spec.cfg, spec.options_of(PPConfig), spec.layout.pp
         if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
             wrong = f"in a pipeline needs torch 2.11 or newer; torch {torch.__version__} would compute wrong gradients"
-            raise ConfigError(f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP")
+            raise ConfigError(
+                f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP",
+                page="backends.md#pipelines",
+            )
         if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
             wrong = f"on CPUs needs torch 2.12 or newer, not {torch.__version__}"
             raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")

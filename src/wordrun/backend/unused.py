@@ -27,6 +27,8 @@ class UnusedError(UserError):
         earlier: whether this was in the step before the one that failed.
     """
 
+    page = "backends.md#parameters-without-a-gradient"
+
     def __init__(self, options: ModelConfig, names: Sequence[str], remedy: str, *, earlier: bool = False) -> None:
         self.which, self.remedy, self.earlier = f"{part_of('model', options)}: {_listed(names)}", remedy, earlier
         super().__init__(f"{self.which} got no gradient: {remedy}")

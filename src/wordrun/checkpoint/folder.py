@@ -36,6 +36,8 @@ FIELDS = {"step": int, "files": dict, "config": dict, "backend": dict}
 class DamagedError(UserError):
     """A checkpoint lacks a file, or a file differs from what was written."""
 
+    page = "checkpoints.md#what-a-checkpoint-contains"
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -161,7 +163,8 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     if not found:
         raise ConfigError(
             f"{run_dir} contains no checkpoint: it is not a run directory, or the run ended before its first save "
-            "(train.checkpoint_interval)"
+            "(train.checkpoint_interval)",
+            page="checkpoints.md#resuming",
         )
     return run_dir, found
 

@@ -135,7 +135,8 @@ def find_foreign(folder: Path, data: TextConfig) -> tuple[shards.Tokens, shards.
         shown = ", ".join(path.name for path in found[:3]) or "none"
         raise ConfigError(
             f"data.path={folder} has no shards for training: .bin or .npy files with train in their names, and val for "
-            f"validation (found: {shown})"
+            f"validation (found: {shown})",
+            page="data.md#sources",
         )
     tokens = shards.Tokens([shards.examine(path) for path in train])
     if val:

@@ -119,7 +119,8 @@ class Reader:
             raise ConfigError(
                 f"the {self.what} is of class {type(self.dataset).__name__}, which has no {' and no '.join(missing)}: "
                 "a dataset needs __len__ and __getitem__(index), because a run reads its examples by index, in an "
-                "order of its own"
+                "order of its own",
+                page="tasks.md#your-own-model-data-and-metric",
             )
 
     def blamed(self, index: int) -> contextlib.AbstractContextManager[None]:
@@ -132,7 +133,10 @@ class Reader:
         if isinstance(example, Mapping) and example.keys() == {*self.fields}:
             example = [example[name] for name in self.fields]
         if not isinstance(example, tuple | list) or len(example) != len(self.fields):
-            raise ConfigError(f"example {index} of the {self.what} {self._refusal(f'it is {_described(example)}')}")
+            raise ConfigError(
+                f"example {index} of the {self.what} {self._refusal(f'it is {_described(example)}')}",
+                page="tasks.md#batches-of-your-own",
+            )
         try:
             found = tuple(map(torch.as_tensor, example))
         except (TypeError, ValueError, RuntimeError):

@@ -145,7 +145,9 @@ def listed(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
     if not classes or not all(files.values()):
         empty = ", ".join(name for name, found in files.items() if not found)
         problem = f"there are none in {empty}" if empty else "it has no folders"
-        raise ConfigError(f"data.path={root} should have a folder of images for each class, but {problem}")
+        raise ConfigError(
+            f"data.path={root} should have a folder of images for each class, but {problem}", page="tasks.md#images"
+        )
     return classes, [(str(path), number) for number, name in enumerate(classes) for path in files[name]]
 
 

@@ -107,7 +107,8 @@ def load(folder: Path) -> Manifest:
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)} | entries)
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has no {NAME}: its preparation did not finish; run wordrun prepare again"
+            f"{folder} has no {NAME}: its preparation did not finish; run wordrun prepare again",
+            page="data.md#preparing",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}): prepare the data again") from None

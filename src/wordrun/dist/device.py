@@ -47,14 +47,17 @@ def choose_device(kind: str, world: World) -> torch.device:
             raise WorldError(
                 f"launch counted devices: {counted}, but {torch_build()} finds none on {world.host}: install a torch "
                 "built for the device, or load the site's module (launch --doctor says more); to use the CPU, "
-                "train.device=cpu"
+                "train.device=cpu",
+                page="install.md#clusters",
             )
     if kind == "cpu":
         return torch.device("cpu")
     if kind != have:
         found_here = f"{'no accelerator' if have == 'cpu' else have} on {world.host}"
         remedy = f"use device=auto, or install a torch built for {kind}"
-        raise WorldError(f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}")
+        raise WorldError(
+            f"device={kind}, but torch {torch.__version__} finds {found_here}: {remedy}", page="install.md#clusters"
+        )
     count = torch.accelerator.device_count()
     if count != 1 and world.local_size > count:
         LOGGER.warning(
@@ -104,5 +107,5 @@ def backend_of(device: torch.device) -> str:
         import oneccl_bindings_for_pytorch  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         missing = "this torch has no xccl backend and oneccl_bindings_for_pytorch is not installed"
-        raise WorldError(f"{missing}: load the site's frameworks module") from error
+        raise WorldError(f"{missing}: load the site's frameworks module", page="install.md#clusters") from error
     return "ccl"

@@ -135,7 +135,9 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
         near = max(1, ranks // product) * product if rest else product
         remedy = f"start {near} ranks{_or_sizes(ranks, given)}"
         shown = f"{shown} = {product}" if len(given) > 1 else shown
-        raise ConfigError(f"{shown} does not fit {ranks} rank{'s' * (ranks != 1)}: {remedy}")
+        raise ConfigError(
+            f"{shown} does not fit {ranks} rank{'s' * (ranks != 1)}: {remedy}", page="backends.md#layout-of-the-ranks"
+        )
     if rest:
         sizes[rest[0]] = ranks // product
     layout = Layout(**sizes)

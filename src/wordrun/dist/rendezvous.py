@@ -61,7 +61,9 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
                 port = first_line(error)
     port = json.loads(mpi.broadcast(json.dumps(port).encode()))
     if isinstance(port, str):
-        raise WorldError(f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}")
+        raise WorldError(
+            f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}", page="launch.md#who-can-connect"
+        )
     if store is None:
         store = TCPStore(address, port, world.size, is_master=False, timeout=timeout)
     return store
@@ -104,7 +106,8 @@ def _allow_connections(world: World) -> None:
     if hard != resource.RLIM_INFINITY and hard < world.size + FEW_FILES:
         raise WorldError(
             f"rank 0 on {world.host} may open {hard} files, but {world.size} ranks connect to it: raise the hard limit "
-            f"there to {needed} (ulimit -n; LimitNOFILE of the scheduler's daemon)"
+            f"there to {needed} (ulimit -n; LimitNOFILE of the scheduler's daemon)",
+            page="launch.md#who-can-connect",
         )
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -131,11 +134,13 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     if not address or not port or not port.isdigit() or not 0 < int(port) < 65536:
         raise WorldError(
             f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "
-            "start them with `launch`, which sets both, or torchrun with --standalone or a --master-port"
+            "start them with `launch`, which sets both, or torchrun with --standalone or a --master-port",
+            page="launch.md#who-can-connect",
         )
     if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
         raise WorldError(
-            f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: set it to the first host's address"
+            f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: set it to the first host's address",
+            page="launch.md#who-can-connect",
         )
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}  # which env:// reads
     try:
@@ -145,6 +150,7 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     except Exception as error:
         raise WorldError(
             f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
-            f"{address}:{port}: {first_line(error)}. Leave MASTER_PORT unset and `launch` finds a free one."
+            f"{address}:{port}: {first_line(error)}. Leave MASTER_PORT unset and `launch` finds a free one.",
+            page="launch.md#who-can-connect",
         ) from error
     return store

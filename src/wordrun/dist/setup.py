@@ -136,7 +136,9 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
         atexit.register(_leave)
     elif device not in ("auto", _joined.world.device.partition(":")[0]):
         joined = f"this process has joined its group with {_joined.world.device}"
-        raise WorldError(f"device={device}, but {joined}: close what uses that device first")
+        raise WorldError(
+            f"device={device}, but {joined}: close what uses that device first", page="install.md#clusters"
+        )
     _joined.users += 1
     if seed is not None:
         seed_everything(seed)

@@ -112,7 +112,8 @@ def copy(origin: str, target: str, names: Iterable[str]) -> None:
         shown = ", ".join(f"{name} ({sizes[name] / 1e6:.0f} MB)" for name in largest)
         raise ConfigError(
             f"{origin} has {sum(sizes.values()) / 1e6:.0f} MB of code, more than the {LARGEST / 1e6:.0f} MB that "
-            f"--submit copies; the largest files are {shown}; --no-freeze runs the original"
+            f"--submit copies; the largest files are {shown}; --no-freeze runs the original",
+            page="jobs.md#the-code-that-a-job-runs",
         )
     folders = {""}
     for name in sizes:

@@ -72,7 +72,7 @@ def check_points(options: Options, site: Site, points: int, remedy: str) -> None
         ConfigError: names the queue, its limit and ``remedy``.
     """
     if problem := too_many(options, site, points):
-        raise ConfigError(f"{problem}; {remedy}")
+        raise ConfigError(f"{problem}; {remedy}", page="launch.md#submit")
 
 
 def _of_queue(options: Options, site: Site, nodes: int) -> list[str]:

@@ -45,7 +45,9 @@ def refuse_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) 
         raise ConfigError(f"{asked}: {fits} (there is {none}: add --submit, or use {shell})")
     submit = f"launch --submit {asked} --walltime H:MM:SS -- COMMAND submits one"
     shell = f"{shell} {scheduler.nodes_of_shell.format(nodes=options.nodes)} starts a shell in one"
-    raise ConfigError(f"{asked}: {none}: this looks like {_name(site)}; {submit}; {shell}")
+    raise ConfigError(
+        f"{asked}: {none}: this looks like {_name(site)}; {submit}; {shell}", page="launch.md#in-a-slurm-or-pbs-job"
+    )
 
 
 def _name(site: Site) -> str:

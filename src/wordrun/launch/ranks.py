@@ -69,7 +69,10 @@ def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) ->
             need = f"about {n * RANK_BYTES / 1e9:.1f} GB of memory to import torch"
             problem = f"{n} ranks need {need}, and {memory / 1e9:.1f} GB are available"
         fits = f"{'-n' if options.np and ranks.nodes == 1 else '--ppn'} {max(1, min(by_cores, by_memory))}"
-        raise ConfigError(f"{ranks.why}: {problem}; {fits} would fit, or --oversubscribe starts them anyway")
+        raise ConfigError(
+            f"{ranks.why}: {problem}; {fits} would fit, or --oversubscribe starts them anyway",
+            page="launch.md#one-machine",
+        )
     return f"{n} ranks share {have}: fine for a test, slow for training" if n > cores else ""
 
 
@@ -99,7 +102,8 @@ def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]
         raise ConfigError(
             f"{asked}: {job.title} has room for {sum(room)} ranks on {hosts} node{'s' * (hosts > 1)} "
             f"({listed(room)}{'' if shared else ' by devices and cores'}); -n {sum(room)} would fit"
-            + (f", or -n {np} --ppn {np // hosts} to let ranks share devices" if shared and may_share else "")
+            + (f", or -n {np} --ppn {np // hosts} to let ranks share devices" if shared and may_share else ""),
+            page="launch.md#in-a-slurm-or-pbs-job",
         )
     return tuple(layout)
 

@@ -34,7 +34,8 @@ def main(run: str, records: str) -> int:
             stack_requests.withdraw(folder, name)
             raise UserError(
                 f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or it runs a "
-                "program without wordrun that was not started by launch --hang"
+                "program without wordrun that was not started by launch --hang",
+                page="jobs.md#a-hang",
             )
         time.sleep(0.1)
     found = max(folder.glob("*-*.txt"), key=lambda path: path.stat().st_mtime)

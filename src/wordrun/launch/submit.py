@@ -31,6 +31,7 @@ class SubmitError(UserError):
     """The scheduler refused the job."""
 
     exit_status = 2
+    page = "launch.md#submit"
 
 
 def write(path: str, text: str) -> None:
@@ -51,7 +52,8 @@ def write(path: str, text: str) -> None:
         in_the_way = [name for name in parents if os.path.lexists(name) and not os.path.isdir(name)]
         cause = f"{in_the_way[0]} is not a folder; move it away" if in_the_way else why(error)
         raise ConfigError(
-            f"cannot write the job script {path}: {cause}; or call launch from a folder other than {os.getcwd()}"
+            f"cannot write the job script {path}: {cause}; or call launch from a folder other than {os.getcwd()}",
+            page="launch.md#submit",
         ) from None
 
 

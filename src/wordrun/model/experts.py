@@ -30,7 +30,8 @@ def check_bias(bias: Tensor) -> None:
         raise UserError(
             "transformers' Mixtral and Qwen3-MoE have no router biases, which this model has because it was trained "
             "with model.balance_rate above 0: export it with form=checkpoint; for transformers, train with "
-            "model.balance_rate=0 and model.balance_loss"
+            "model.balance_rate=0 and model.balance_loss",
+            page="experts.md#what-works-with-what",
         )
 
 

@@ -292,7 +292,8 @@ def architecture(cfg: TransformerConfig) -> Architecture:
             shown = " ".join(f"model.{name}={value_text(getattr(cfg, name))}" for name in names)
             raise UserError(
                 f"transformers has no architecture that combines {shown}: export it with form=checkpoint, or train "
-                f"with the options of one of {', '.join(CLASSES)}"
+                f"with the options of one of {', '.join(CLASSES)}",
+                page="generate.md#export",
             )
         if found == "gemma3_text":
             return GEMMA

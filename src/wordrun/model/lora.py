@@ -51,7 +51,8 @@ def adapt(model: nn.Module, blocks: nn.ModuleDict, cfg: TransformerConfig) -> No
             if name not in layers:
                 raise ConfigError(
                     f"model.lora_targets={cfg.lora_targets}: model={cfg.name} has no {name}; its layers are "
-                    f"{', '.join(layers)}"
+                    f"{', '.join(layers)}",
+                    page="finetune.md#lora",
                 )
             block.set_submodule(name, Adapted(layers[name], cfg))
     for name, parameter in model.named_parameters():

@@ -49,7 +49,8 @@ def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig
         raise ConfigError(
             f"train.init_from: the weights are of a model with model.mup={str(scales(theirs)).lower()} or another base "
             "width, which computes different logits than model.mup=true here: use model.mup=false, or the model's own "
-            "options"
+            "options",
+            page="scaling_laws.md#mup-one-learning-rate-for-all-widths",
         )
     assert isinstance(theirs, TransformerConfig)
     return folded(weights, theirs)

@@ -140,7 +140,10 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
     kind = facts.get("model_type")
     if kind not in KINDS:
         known = ", ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
-        raise ConfigError(f"{folder} holds weights of a model of type {kind}; wordrun supports {known}")
+        raise ConfigError(
+            f"{folder} holds weights of a model of type {kind}; wordrun supports {known}",
+            page="generate.md#start-from-existing-weights",
+        )
     try:
         cfg, only = {"gpt2": _gpt2, "gemma3_text": _gemma}.get(kind, _llama)(facts)
     except KeyError as error:

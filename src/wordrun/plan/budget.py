@@ -43,7 +43,7 @@ def within_budget(fit: Fit) -> Fit:
         f"train.memory_budget_gb={budget:g}: this run needs at least {needs[least]:.4g} GB on each rank, with "
         f"train.activation_checkpointing={least}.",
         *tried.remedies(Room(budget * GB * TOLERANCE)),
-    ]))  # fmt: skip
+    ]), page="plan.md#a-memory-budget")  # fmt: skip
 
 
 def settings(cfg: Config) -> Iterator[str]:

@@ -51,7 +51,9 @@ class Comparison:
         """
         if self.fit.cfg.train.check_memory and not self.fit.may_fit(self.room):
             off = "train.check_memory=false starts it anyway."
-            raise ConfigError("\n".join([f"not enough memory: {self}", *self.advice(self.room), off]))
+            raise ConfigError(
+                "\n".join([f"not enough memory: {self}", *self.advice(self.room), off]), page="plan.md#before-every-run"
+            )
 
     def advice(self, room: Room) -> list[str]:
         """Return lines about what takes the memory, and what would fit into ``room``."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class NoEstimateError(ConfigError):
     """The plan does not cover this model or backend."""
 
+    page = "plan.md#another-model-or-backend"
+
 
 @dataclass(frozen=True)
 class ParameterShape:

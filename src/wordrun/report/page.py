@@ -44,7 +44,7 @@ RESULTS = {
 
 
 def preload_end() -> None:
-    """Begin in another thread, beside the steps, with what the end of a run needs: imports, and the default options."""
+    """Begin in another thread, beside the steps, with the imports that the end of a run needs."""
 
     def load() -> None:
         for module in (
@@ -54,7 +54,6 @@ def preload_end() -> None:
             "jinja2",
         ):
             importlib.import_module(module)
-        facts.defaults()  # which Hydra composes; wordrun.tree keeps them
 
     threading.Thread(target=load, name="report").start()
 

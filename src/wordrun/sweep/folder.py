@@ -106,7 +106,8 @@ class Sweep:
         if found and found.points and not options.resume:
             raise ConfigError(
                 f"hydra.sweep.dir={folder} already contains a sweep of {len(found.points)} points: continue it with "
-                "hydra.launcher.resume=true, or choose another folder"
+                "hydra.launcher.resume=true, or choose another folder",
+                page="sweeps.md#continuing-a-sweep",
             )
         if options.resume and not found:
             raise ConfigError(

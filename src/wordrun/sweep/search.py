@@ -62,7 +62,10 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, BaseDistribution], list[s
         else:
             fixed[key] = text
     if not space:
-        raise ConfigError("nothing to search: write options such as optimizer.learning_rate='interval(1e-4,1e-2)'")
+        raise ConfigError(
+            "nothing to search: write options such as optimizer.learning_rate='interval(1e-4,1e-2)'",
+            page="sweeps.md#searching-with-optuna",
+        )
     return space, [text for key, text in fixed.items() if key not in space]
 
 

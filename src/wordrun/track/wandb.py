@@ -72,7 +72,8 @@ class WandbTracker(BackgroundTracker):
             reason = first_line(error)
             if options.mode != "auto" or self.mode != "online":
                 raise UserError(
-                    f"W&B failed to start ({reason}): use tracker.wandb.mode=offline or tracker=jsonl"
+                    f"W&B failed to start ({reason}): use tracker.wandb.mode=offline or tracker=jsonl",
+                    page="train.md#trackers",
                 ) from error
             LOGGER.warning("W&B failed to go online (%s); recording offline", reason)
             self.mode = "offline"

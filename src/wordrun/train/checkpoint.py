@@ -29,6 +29,8 @@ FULL = 2**20
 class SaveError(UserError):
     """A checkpoint could not be written; earlier ones are intact."""
 
+    page = "checkpoints.md#when-checkpoints-are-written"
+
 
 class BackgroundSaves:
     """Saves in another thread, one at a time, and reports failures in the main thread.

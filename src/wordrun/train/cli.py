@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist, log, project, synonyms
-from wordrun.composer import compose, register, renamed, to_config
+from wordrun.composer import Tree, compose, register, renamed, to_config
 from wordrun.config import SECTIONS, SEVERAL, Config, schemas
 from wordrun.dist import watch
 from wordrun.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
@@ -34,7 +34,6 @@ from wordrun.plan.comparison import refuse_before_torch
 from wordrun.refusals import unparsable
 from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
-from wordrun.tree import Tree
 from wordrun.version import __version__, versions
 
 SWITCHES = ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc")

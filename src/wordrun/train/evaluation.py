@@ -52,7 +52,8 @@ class Evaluation:
         for option, name in wanted:
             if name not in known:
                 raise ConfigError(
-                    f"{option}={name}: evaluations do not report it{nearest(name, known)} ({', '.join(known)})"
+                    f"{option}={name}: evaluations do not report it{nearest(name, known)} ({', '.join(known)})",
+                    page="extend.md#a-metric",
                 )
 
     def _means(self, batches: int) -> dict[str, float]:

@@ -52,13 +52,16 @@ def counts(trainer: Training, result: StepResult) -> bool:
     if train.on_nonfinite == "skip":
         trainer.state.skip_step()
         if trainer.state.skipped > MAX_SKIPPED:
-            raise UserError(f"{found.problem}, {MAX_SKIPPED} times in a row: {found.remedy}")
+            raise UserError(
+                f"{found.problem}, {MAX_SKIPPED} times in a row: {found.remedy}",
+                page="checkpoints.md#non-finite-gradients",
+            )
         LOGGER.warning("%s: the step is skipped (train.on_nonfinite=skip)", found.problem, extra=FIRST_RANK)
     elif train.on_nonfinite == "rollback" and train.checkpoint_interval:
         _roll_back(trainer, found)
     else:
         others = "" if found.is_first else ", or use train.on_nonfinite=skip or rollback"
-        raise UserError(f"{found.problem}: {found.remedy}{others}")
+        raise UserError(f"{found.problem}: {found.remedy}{others}", page="checkpoints.md#non-finite-gradients")
     return False
 
 

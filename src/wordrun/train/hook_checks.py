@@ -56,7 +56,8 @@ def tensors(trainer: Training) -> dict[str, Tensor]:
         if tensor.shape != weights.get(name, tensor.shape):
             raise ConfigError(
                 f"the hook {hook}: tensors()[{name!r}] has the shape {list(tensor.shape)}, and the weight "
-                f"{list(weights[name])}: return small values as lists in state()"
+                f"{list(weights[name])}: return small values as lists in state()",
+                page="train.md#hooks",
             )
     return found
 

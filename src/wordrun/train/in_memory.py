@@ -89,7 +89,7 @@ class MemoryCheckpoints(BackgroundSaves):
             self.peers = Peers(self.memory.path, world, secret)
 
         if problem := self.problem_of(start):
-            raise ConfigError(self._refusal(problem))
+            raise ConfigError(self._refusal(problem), page="checkpoints.md#checkpoints-in-memory")
         self.nodes = NodeGroups(self.memory, self.peers, world)
         self._number = 0
         self._own = 0
@@ -153,7 +153,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
         if problem := self.problem_of(compare):
             if not resumed or self.train.on_save_error == "stop":
-                raise ConfigError(self._refusal(problem))
+                raise ConfigError(self._refusal(problem), page="checkpoints.md#checkpoints-in-memory")
             text = "%s; training continues without checkpoints in memory, and retries every %d steps"
             LOGGER.warning(text, problem, self.interval, extra=FIRST_RANK)
             self._lacks = True

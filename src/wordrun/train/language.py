@@ -135,7 +135,8 @@ class LanguageTask(Task):
             option = " with data.mask_documents=true" if data.mask_documents else ""
             raise ConfigError(
                 f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {model}.losses does not "
-                f"read {' and '.join(unread)}, so its losses would be wrong; use them in losses, or choose other data"
+                f"read {' and '.join(unread)}, so its losses would be wrong; use them in losses, or choose other data",
+                page="extend.md#a-model",
             )
 
     def _check_vocabulary(self) -> None:

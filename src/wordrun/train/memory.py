@@ -105,7 +105,7 @@ class MemoryCheck:
         except (MemoryError, RuntimeError) as error:
             if not (isinstance(error, MemoryError) or SIGNS.search(str(error))):
                 raise
-            raise UserError("\n".join(self._explanation(error))) from error
+            raise UserError("\n".join(self._explanation(error)), page="plan.md#before-every-run") from error
 
     def _refuse(self, fit: Fit) -> None:
         self._compared(fit).refuse()

@@ -19,6 +19,8 @@ from wordrun.train.in_memory import MemoryCheckpoints
 class LostError(UserError):
     """A checkpoint in memory can no longer be read; nothing of it has been loaded."""
 
+    page = "checkpoints.md#checkpoints-in-memory"
+
 
 @dataclass
 class InMemory:

@@ -125,7 +125,8 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
     if run_dir != here and begun:
         raise ConfigError(
             f"hydra.run.dir={here} already contains a run, which train.resume={wanted} would overwrite: choose another "
-            "directory, or resume that run with train.resume=auto"
+            "directory, or resume that run with train.resume=auto",
+            page="checkpoints.md#resuming",
         )
     newest = folders.all_in(run_dir)[-1:]
     if run_dir == here and newest and newest[0].step > found[-1].step:
@@ -245,7 +246,7 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
     if different:
         remedy = f"use the checkpoint's options, or only its weights: train.init_from={folder}"
         first = f"the options differ from those of the checkpoint {folder}:"
-        raise ConfigError("\n".join([first, *different, remedy]))
+        raise ConfigError("\n".join([first, *different, remedy]), page="checkpoints.md#resuming")
 
 
 def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMemory | None = None) -> None:

@@ -269,7 +269,8 @@ def _make_folder(path: Path, *, again: bool) -> None:
     if not again and (path / RECORD).exists():
         raise ConfigError(
             f"hydra.run.dir={path} already contains a run: resume it with train.resume=auto, choose another directory, "
-            "or remove it"
+            "or remove it",
+            page="train.md#the-run-directory",
         )
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,8 @@ class CharTokenizer(Tokenizer):
         absent = "".join(character for character in dict.fromkeys(text) if character not in self.characters)
         raise ConfigError(
             f"the text {_capped(text)} has characters that the vocabulary of {self.vocab_size} lacks: "
-            f"{_capped(absent)}. Leave them out; the vocabulary is {_capped(self.characters, 100)}."
+            f"{_capped(absent)}. Leave them out; the vocabulary is {_capped(self.characters, 100)}.",
+            page="data.md#tokenizers",
         )
 
     def decode(self, tokens: Ids) -> str:

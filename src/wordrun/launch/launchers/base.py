@@ -26,6 +26,8 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 class NoLauncherError(ConfigError):
     """This machine does not have the launcher that the job, the site or --launcher needs."""
 
+    page = "launch.md#in-a-slurm-or-pbs-job"
+
 
 @dataclass(frozen=True)
 class Launcher:

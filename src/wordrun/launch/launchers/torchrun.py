@@ -38,7 +38,7 @@ class Torchrun(Launcher):
             return cls(sys.executable, f"{why}; {cls.caveat}")
         why = "torchrun needs torch, which is not installed" if search.wanted else "no mpiexec in PATH, and no torch"
         remedy = "pip install 'wordrun[mpich]' installs an mpiexec"
-        raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})")
+        raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})", page="launch.md#one-machine")
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
         """Forward a signal; until there are ranks, SIGTERM for SIGINT, which torch's imports may swallow."""

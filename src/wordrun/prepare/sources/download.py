@@ -45,7 +45,8 @@ class DownloadSource(FileSource):
                 raise UserError(
                     f"data={data.name} is not at {path} and could not be downloaded from {data.url} ({reason}). "
                     f"On a machine with network access (a login node): curl -o {path} --create-dirs {data.url}; "
-                    "or use data=sample."
+                    "or use data=sample.",
+                    page="data.md#sources",
                 ) from None
             banner = (
                 f"NOT TRAINING ON {data.name.upper()}: {data.url} could not be downloaded ({reason}), so this run uses "

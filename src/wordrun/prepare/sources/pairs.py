@@ -16,7 +16,9 @@ class PairSource(FileSource):
     def documents(self, item: WorkItem) -> Iterator[Document]:
         """Yield the prompt and the answer of each pair in turn, with the text of data.template around them."""
         if item.kind not in ("jsonl", "packed"):
-            raise ConfigError(f"data.path={item.path} is not a .jsonl file, which data.kind=pairs needs")
+            raise ConfigError(
+                f"data.path={item.path} is not a .jsonl file, which data.kind=pairs needs", page="finetune.md#fine-tune"
+            )
         for line, where in lines(item):
             prompt = field(line, self.data.prompt_key, where, "data.prompt_key")
             answer = field(line, self.data.answer_key, where, "data.answer_key")
