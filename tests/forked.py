@@ -108,9 +108,8 @@ def undrawn() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """
     from wordrun.train import run
 
-    drawing = partial(mock.patch.multiple, run, draw=run.draw, page=run.page)
-    page = SimpleNamespace(write=lambda path: path / "report.html", preload_end=lambda: None)
-    with mock.patch.multiple(run, draw=lambda *_: [], page=page):
+    drawing = partial(mock.patch.multiple, run, page=run.page)
+    with mock.patch.multiple(run, page=SimpleNamespace(write=lambda path, **_: [])):
         yield drawing
 
 

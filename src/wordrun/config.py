@@ -1775,7 +1775,7 @@ class ScheduledProfilerConfig(ProfilerConfig):
 
 @dataclass
 class TorchProfilerConfig(ScheduledProfilerConfig):
-    """Trace of operators and kernels over a few steps, by torch.profiler, and its summary as text and HTML."""
+    """Trace of operators and kernels over a few steps, by torch.profiler, and a table of the slowest."""
 
     name: str = "torch"
     """Name of the profiler."""

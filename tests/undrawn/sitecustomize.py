@@ -14,8 +14,7 @@ from typing import Any
 
 
 def _draw_nothing(run: ModuleType) -> None:
-    page = SimpleNamespace(write=lambda run_dir: run_dir / "report.html", preload_end=lambda: None)
-    vars(run).update(draw=lambda *_: [], page=page, drawing_of_users={"draw": run.draw, "page": run.page})
+    vars(run).update(page=SimpleNamespace(write=lambda path, **_: []), drawing_of_users={"page": run.page})
 
 
 class Undrawn:

@@ -240,12 +240,6 @@ print([key for key in before if before[key] != after[key]])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_file_is_too_long_to_read() -> None:
-    """The options alone, each with its documentation, may be longer."""
-    lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
-    assert {name: length for name, length in lengths.items() if length > 350 and name != "config.py"} == {}
-
-
 # Set on objects of libraries, which offer no other way.
 OF_LIBRARIES = {
     "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
@@ -14,16 +15,14 @@ from typing import Any
 
 import pytest
 
-from wordrun import tree
 from wordrun.arguments import parse
 from wordrun.errors import UserError
 from wordrun.files import in_use
-from wordrun.report import cli, facts, page, trace
+from wordrun.report import cli, facts, page
 from wordrun.report.cli import ReportConfig, runs_in
-from wordrun.report.figures import Canvas, Curve, Figure, titles
 from wordrun.runs import ls, metrics, tail
 from wordrun.runs.record import find, load
-from wordrun.track.plots import POINTS, thin
+from wordrun.track.plots import POINTS, draw, thin
 
 CONFIG = "model: {name: nano, n_layer: 2}\ndata: {name: shakespeare}\ntrain: {backend: DDP, max_iters: 40, seed: 1}\n"
 
@@ -56,17 +55,22 @@ def append(file: Path, text: str) -> None:
 
 
 class Page(HTMLParser):
-    """The text of a page, and the addresses that it would load."""
+    """The text of a page, the names of its plots, and the addresses that it would load."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, files: list[Path]) -> None:
         super().__init__()
-        self.text, self.loads, self.tags = "", [], []
-        self.feed(file.read_text())
+        self.text, self.plots, self.loads, self.tags = "", {}, [], []
+        self.feed(files[-1].read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        found = dict(attrs)
+        if tag == "img":
+            kind, _, content = (found.pop("src") or "").partition(",")
+            assert kind == "data:image/png;base64"
+            self.plots[found["alt"]] = base64.b64decode(content)
         names = ("src", "href", "xlink:href") if tag != "a" else ()
-        self.loads += [value for name, value in attrs if name in names and value and not value.startswith("#")]
+        self.loads += [value for name, value in found.items() if name in names]
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -77,11 +81,21 @@ def test_a_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
     page_ = Page(page.write(run))
     assert page_.loads == []
     assert "script" not in page_.tags
-    assert not re.search(r"url\(\s*['\"]?http|@import", (run / "report.html").read_text())
-    for text in ("finished", "2 min 5 s", "Loss", "Throughput", "Slowest ranks", "20.0 ms a step", "node-1",
-                 "train.max_iters", "<b>second</b>"):  # fmt: skip
+    assert not re.search(r"url\(|@import", (run / "report.html").read_text())
+    shown = (
+        "finished", "2 min 5 s", "Slowest ranks", "20.0 ms a step", "node-1", "train.max_iters", "<b>second</b>",
+    )  # fmt: skip
+    for text in shown:
         assert text in page_.text
-    assert page_.tags.count("svg") == 3 * 6  # six figures over steps, tokens and time
+    assert [*page_.plots] == ["loss.png", "throughput.png"]
+    assert not (run / "plots").exists()
+
+
+def test_the_end_of_a_run_also_writes_the_plots_of_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    written = page.write(run, plots=True)
+    assert written == [run / "plots/loss.png", run / "plots/throughput.png", run / "report.html"]
+    assert Page(written).plots == {file.name: file.read_bytes() for file in written[:2]}
 
 
 def test_large_numbers_fit_into_a_tile() -> None:
@@ -92,11 +106,13 @@ def test_large_numbers_fit_into_a_tile() -> None:
 def test_a_later_launch_is_a_row_and_a_mark(tmp_path: Path) -> None:
     earlier = [{"start": "2026-01-01T09:00:00+0000", "steps": 8, "exit_reason": "stopped by SIGTERM, saved"}]
     run = make_run(tmp_path / "run", resumed_from={"run": "x", "step": 8}, earlier=earlier)
-    text = Page(page.write(run)).text
-    assert "Launches" in text
-    assert "stopped by SIGTERM, saved" in text
-    unmarked = page.write(make_run(tmp_path / "other")).read_text()
-    assert (run / "report.html").read_text().count("stroke-dasharray") > unmarked.count("stroke-dasharray")
+    found = Page(page.write(run))
+    assert "Launches" in found.text
+    assert "stopped by SIGTERM, saved" in found.text
+    assert "8 to 20" in found.text
+    measured = metrics.read(run)
+    title = "shakespeare: nano, DDP  (run)"
+    assert found.plots["loss.png"] == draw(measured, title, [8])["loss.png"] != draw(measured, title)["loss.png"]
 
 
 @pytest.mark.parametrize(
@@ -128,21 +144,12 @@ def test_a_living_run_is_called_so_and_an_incomplete_line_is_no_damage(tmp_path:
 def test_a_page_shows_the_profiles(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert "Profile" not in Page(page.write(run)).text
-    folder = run / "profile"
-    folder.mkdir()
-    operations = [trace.Operation(f"aten::op{number}", 0.01, 3) for number in range(10)]
-    summary = trace.TraceSummary("CPU", 2, 1.0, 0.6, 0.3, 0.1, 0.2, 0.0, operations)
-    for name in ("summary.json", "summary-rank-3.json"):
-        (folder / name).write_text(trace.as_json(summary))
-    (folder / "summary-rank-4.json").write_text('{"where": "CPU"}')  # of another version
-    (folder / "pyinstrument.txt").write_text("12.3 train_step\n")
+    (run / "profile").mkdir()
+    (run / "profile/pyinstrument.txt").write_text("12.3 train_step\n")
+    (run / "profile/summary-rank-3.txt").write_text("aten::mm 40%\n")
     text = Page(page.write(run)).text
-    for shown in ("rank 0", "rank 3", "2 steps of 500.000 ms", "computing 50.0 %", "computing and communicating 10.0 %",
-                  "communicating 20.0 %", "idle 20.0 %", "aten::op9", "12.3 train_step"):  # fmt: skip
+    for shown in ("profile/pyinstrument.txt", "12.3 train_step", "profile/summary-rank-3.txt", "aten::mm 40%"):
         assert shown in text
-    assert "rank 4" not in text
-    assert trace.load(folder / "summary.json") == summary
-    assert [value for _, value in trace.load(folder / "summary.json").percentages().items()] == [50, 10, 20, 20]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +170,7 @@ def test_a_comparison_lists_what_differs(tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "all.html"
     assert cli.main([f"runs={tmp_path}/outputs/a, {tmp_path}/outputs", f"out={out}"]) == 0
     assert capsys.readouterr().out == f"{out}\n"
-    text = Page(out).text
+    text = Page([out]).text
     assert "3 runs" in text
     assert "optimizer.learning_rate" in text
     assert "train.max_iters" not in text  # the same in all of them
@@ -186,63 +193,25 @@ def test_a_comparison_shows_own_metrics(tmp_path: Path) -> None:
     ended = with_metric(make_run(tmp_path / "b", best_value=0.875, end="now"), 0.25)
     names = [f"val_m{number}" for number in range(9)]
     append(ended / "metrics.jsonl", json.dumps({"step": 20, "val_loss": 3.0, **dict.fromkeys(names, 1.0)}) + "\n")
-    text = Page(page.compare([plain, first, ended], tmp_path / "all.html")).text
-    table = text[text.index("Runs") : text.index("Curves")]
+    found = Page([page.compare([plain, first, ended], tmp_path / "all.html")])
+    table = found.text[found.text.index("Runs") : found.text.index("Curves")]
     assert "val_accuracybest val_accuracyval_m0val_m1" in table
     assert "a" + "finished20" + "0.50.75" in table  # the last value, and the best
     assert "b" + "finished20" + "0.250.875" in table
-    assert "val_accuracy" in text[text.index("Curves") :]
     assert "val_m6" in table
     assert "val_m7" not in table  # enough
-    assert "val_perplexity" not in text
+    evaluated = ["val_accuracy", *(f"val_m{number}" for number in range(7))]
+    assert [*found.plots] == ["val_loss", "loss", *evaluated, "tps", "grad_norm"]
 
 
 def test_a_page_of_many_lines_stays_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", lines=30_000)
-    file = page.write(run)
-    assert file.stat().st_size < 3_000_000
+    (file,) = page.write(run)
+    assert file.stat().st_size < 1_000_000
     x, low, high, mean = thin(range(30_000), [float(i % 7) for i in range(30_000)])
     assert len(x) <= POINTS + 1
     assert (min(low), max(high)) == (0, 6)
     assert min(mean) > 2
-
-
-def texts(svg: str) -> list[str]:
-    """Return the texts of a figure, such as the labels of its axes."""
-    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
-
-
-def test_a_figure_does_not_depend_on_those_before_it() -> None:
-    x = [0.0, 10.0, 20.0]
-    small = Figure([Curve(x, [1.0, 2.0, 3.0], "#123456")], "loss")
-    large = Figure([Curve([0, 1e6], [5e3, 5e3], "#654321")], "tokens/s", from_zero=True, marks=[3e5])
-    canvas = Canvas()
-    first, second, third = (canvas.draw(each) for each in (small, large, small))
-    assert texts(first) == texts(third)
-    assert "#654321" in second
-    assert "#654321" not in third
-    assert "stroke-dasharray" not in third
-    assert texts(second) == texts(Canvas().draw(large))
-    assert {"0", "5k", "step", "tokens/s"} < {*texts(second)}  # from zero, with room above the curve
-
-
-def test_rare_peaks_do_not_flatten_stacked_bands() -> None:
-    x = [step / 1000 for step in range(100)]  # shown as 20m, so that plain numbers are of the other axis
-    flat, peak = Curve(x, [1.0] * 100, "#111111", "low"), Curve(x, [0.5] * 99 + [50.0], "#222222", "high")
-    figure = Figure([], "time [s]", bands=[flat, peak])
-    assert figure.legend == [("low", "#111111"), ("high", "#222222")]
-    shown = texts(Canvas().draw(figure))
-    assert "time [s], higher peaks cut off" in shown
-    assert max(float(each) for each in shown if each.replace(".", "").isdigit()) < 10
-    assert "time [s]" in texts(Canvas().draw(Figure([], "time [s]", bands=[flat, flat])))
-
-
-def test_the_time_axis_has_a_suitable_unit(tmp_path: Path) -> None:
-    short, long = (metrics.read(make_run(tmp_path / str(n), lines=n)) for n in (20, 3000))
-    assert titles([short])["time"] == "time [s]"
-    assert titles([short, long]) == {"step": "step", "tokens": "tokens", "time": "time [min]"}
-    assert long.training["time"][-1] == pytest.approx(5)
-    assert titles([metrics.Metrics()]) == {}
 
 
 def test_metrics_of_hooks_share_a_figure_for_each_kind(tmp_path: Path) -> None:
@@ -250,24 +219,22 @@ def test_metrics_of_hooks_share_a_figure_for_each_kind(tmp_path: Path) -> None:
     for step in (5, 10):
         values = {f"{kind}/blocks.{i}": 1.0 for kind in ("grad_max", "activation_max") for i in range(12)}
         append(run / "metrics.jsonl", json.dumps({"step": step, **values}) + "\n")
-    page_ = Page(page.write(run))
-    assert page_.tags.count("svg") == 3 * (6 + 2)
-    assert "grad_max" in page_.text
+    plots = Page(page.write(run)).plots
+    assert [*plots] == ["loss.png", "throughput.png", "metrics.png"]
+    height = int.from_bytes(plots["metrics.png"][20:24], "big")
+    assert height == int(130 * (2 * 2.2 + 0.5))  # two panels
 
 
-def test_spikes_are_marked(tmp_path: Path) -> None:
+def test_spikes_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert "spike" not in (plain := Page(page.write(run)).text)
-    assert "Loss" in plain
+    assert "spike" not in Page(page.write(run)).text
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     text = "".join(
         json.dumps({**line, "spikes": line["step"] // 8} if "loss" in line else line) + "\n" for line in lines
     )
     (run / "metrics.jsonl").write_text(text)
     assert metrics.read(run).spikes() == [7, 15]
-    page_ = Page(page.write(run))
-    assert "spike since the line before" in page_.text
-    assert "loss spikes2" in page_.text.replace("\n", "")
+    assert "loss spikes2" in Page(page.write(run)).text.replace("\n", "")
 
 
 def test_metrics_are_columns_with_gaps(tmp_path: Path) -> None:
@@ -277,8 +244,6 @@ def test_metrics_are_columns_with_gaps(tmp_path: Path) -> None:
     assert [found.training.rows, found.evaluation.rows, found.broken] == [2, 1, 1]
     assert found.training.last("loss") == 2.0
     assert str(list(found.training["mfu"])) == "[nan, 40.0]"
-    found.training.columns["tokens"] = found.training.columns["step"].__class__("d", [100, 200])
-    assert found.along("tokens", [1, 1.5, 2, 9]) == [100, 150, 200, 200]
 
 
 def test_ls_shows_states_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,12 +317,3 @@ def test_a_first_word_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main([str(run)]) == 0
     assert ReportConfig().run == "outputs/latest"
     assert Path(capsys.readouterr().out.strip()) == run / "report.html"
-
-
-def test_the_end_of_a_run_waits_for_no_composition(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree._kept.cache_clear()
-    page.preload_end()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "report")
-    thread.join()
-    monkeypatch.setattr(tree, "_by_hydra", lambda *_: pytest.fail("composed again"))
-    assert facts.defaults()["train.backend"] == "DDP"

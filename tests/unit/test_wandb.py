@@ -1,7 +1,4 @@
-"""W&B: online or offline by itself, and what is in the record, decoded with wandb's own messages.
-
-wandb reads its files in Go by now, its former Python reader is gone, and ``scan`` stands in for it.
-"""
+"""W&B: online or offline by itself, and what is in the record, as W&B's own program reads it."""
 
 from __future__ import annotations
 
@@ -9,25 +6,22 @@ import json
 import re
 import shutil
 import socket
-import struct
+import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import wandb
-from wandb.proto import wandb_internal_pb2
 
 import wordrun
 from wordrun.config import WandbConfig
 from wordrun.errors import UserError
 from wordrun.track.jsonl import read
 from wordrun.track.wandb import choose_mode
-from wordrun.track.wandb_files import last_step
 from wordrun.train.training import Hook, Training
 
 Words = Callable[..., list[str]]
@@ -164,48 +158,27 @@ def offline(small: Words, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(offline: Path) -> list[Any]:
-    """Return everything that W&B wrote, decoded by W&B."""
+    """Return everything that W&B wrote."""
     (file,) = offline.glob("wandb/offline-run-*/run-*.wandb")  # one run, and only one
-    return [wandb_internal_pb2.Record.FromString(data) for data in scan(file.read_bytes())]
+    return records_in(file)
 
 
-def scan(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a .wandb file: LevelDB's log format, after a header of seven bytes."""
-    assert content[:4] == b":W&B"
-    block, header, whole, last = 32768, 7, 1, 4
-    at, parts = header, b""
-    while at + header <= len(content):
-        if block - at % block < header:  # too little for a header: the rest of the block is empty
-            at += block - at % block
-            continue
-        checksum, length, kind = struct.unpack_from("<IHB", content, at)
-        part = content[at + header : at + header + length]
-        assert checksum == zlib.crc32(part, zlib.crc32(bytes([kind])))
-        at, parts = at + header + length, parts + part
-        if kind in (whole, last):
-            yield parts
-            parts = b""
+def records_in(file: Path) -> list[Any]:
+    """Return the records in a .wandb file, read by W&B's own program."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def write(file: IO[bytes], data: bytes) -> None:
-    """Append a record to a .wandb file; the checksums are left out."""
-    kinds = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}
-    first = True
-    while data or first:
-        if (left := 32768 - file.tell() % 32768) < 7:
-            file.write(bytes(left))
-            continue
-        part, data = data[: left - 7], data[left - 7 :]
-        file.write(struct.pack("<IHB", 0, len(part), kinds[first, not data]) + part)
-        first = False
+def of_type(kind: str, records: list[Any]) -> list[Any]:
+    """Return the contents of the records of a type: run, history or exit."""
+    return [record[kind] for record in records if record["type"] == kind]
 
 
 def test_metrics_have_the_same_names_and_values_as_the_file(offline: Path, records: list[Any]) -> None:
     seen: dict[int, dict[str, Any]] = {}
-    for entry in records:
-        if entry.WhichOneof("record_type") == "history":
-            line = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in entry.history.item}
-            seen.setdefault(line["_step"], {}).update(line)
+    for entry in of_type("history", records):
+        seen.setdefault(entry["item"]["_step"], {}).update(entry["item"])
     expected: dict[int, dict[str, Any]] = {}
     for line in read(offline):
         expected.setdefault(line["step"], {}).update({k: v for k, v in line.items() if v is not None})
@@ -216,18 +189,18 @@ def test_metrics_have_the_same_names_and_values_as_the_file(offline: Path, recor
 
 
 def test_the_config_and_the_datas_origin_are_there(records: list[Any], text_file: Path) -> None:
-    (started,) = [entry.run for entry in records if entry.WhichOneof("record_type") == "run"]
-    config = {item.key: json.loads(item.value_json) for item in started.config.update}
+    (started,) = of_type("run", records)
+    config = started["config"]["update"]
     assert config["model"]["n_embd"] == 16
     assert config["optimizer"]["learning_rate"] == 0.001
     assert config["data"]["origin"] == str(text_file)
-    assert started.project == "shakes"
-    assert list(started.tags) == ["a", "b"]
+    assert started["project"] == "shakes"
+    assert started["tags"] == ["a", "b"]
 
 
 def test_the_run_ended_well(records: list[Any]) -> None:
-    (ended,) = [entry.exit for entry in records if entry.WhichOneof("record_type") == "exit"]
-    assert ended.exit_code == 0
+    (ended,) = of_type("exit", records)
+    assert ended.get("exit_code", 0) == 0
 
 
 def test_the_end_of_the_run_says_how_to_upload(offline: Path) -> None:
@@ -255,11 +228,9 @@ def test_steps_do_not_wait_for_wandb_and_it_gets_them_all(
     with wordrun.Trainer(wordrun.compose([*words, *settings]), hooks=[Second()]) as trainer:
         trainer.train()
     (file,) = tmp_path.glob("run/wandb/offline-run-*/run-*.wandb")
-    entries = [wandb_internal_pb2.Record.FromString(data) for data in scan(file.read_bytes())]
-    history = [entry.history for entry in entries if entry.WhichOneof("record_type") == "history"]
-    told = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in history[0].item}
-    assert (told["_step"], "loss" in told) == (1, True)
-    assert len(history) == 4
+    history = [entry["item"] for entry in of_type("history", records_in(file))]
+    assert [line["_step"] for line in history] == [1, 2, 3, 4]
+    assert "loss" in history[0]
 
 
 def test_a_failure_to_start_is_one_line_and_the_run_continues(small: Words, tmp_path: Path) -> None:
@@ -289,52 +260,47 @@ def test_a_run_without_wandb_has_nothing_of_it(small: Words, tmp_path: Path) -> 
     assert not (tmp_path / "run" / "wandb").exists()
 
 
-def test_a_continued_run_is_the_same_run_with_each_step_once(
-    offline: Path, records: list[Any], small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if W&B's process was killed with its rank before it had written the last lines of metrics."""
-    folder = tmp_path / "run"
-    shutil.copytree(offline, folder, symlinks=True)
-    with (folder / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 5, "loss": 1.0}\n')  # logged after the last checkpoint
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    whole = file.read_bytes()
-    second = [data for data in scan(whole) if wandb_internal_pb2.Record.FromString(data).HasField("history")][1]
-    file.write_bytes(whole[: whole.index(second[:20]) + 20])
-    assert last_step(folder / "wandb", file.stem[4:]) == 1
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+def continued(folder: Path, small: Words, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Continue the run in ``folder`` offline from its step 4 to step 7, and return what W&B wrote of that."""
+    before = set(folder.glob("wandb/offline-run-*"))
+    monkeypatch.setenv("NETRC", str(folder / "no-netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     words = small("tracker=wandb", "tracker.wandb.project=shakes", "train.log_interval=1", "train.resume=auto")
     words.remove("tracker=jsonl")
     with wordrun.Trainer(wordrun.compose([*words, "train.max_iters=7", f"hydra.run.dir={folder}"])) as trainer:
         trainer.train()
-    before = {path.name for path in offline.glob("wandb/offline-run-*")}
-    (new,) = [path for path in folder.glob("wandb/offline-run-*") if path.name not in before]
+    (new,) = set(folder.glob("wandb/offline-run-*")) - before
     (file,) = new.glob("run-*.wandb")
-    later = [wandb_internal_pb2.Record.FromString(data) for data in scan(file.read_bytes())]
-    ids = [
-        next(each.run.run_id for each in part if each.WhichOneof("record_type") == "run") for part in (records, later)
-    ]
-    assert ids[0] == ids[1]
-    told = [each.history for each in later if each.WhichOneof("record_type") == "history"]
-    steps = [json.loads(i.value_json) for h in told for i in h.item if (i.key or ".".join(i.nested_key)) == "_step"]
-    assert steps == [2, 4, 5, 6, 7]
+    return records_in(file)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_continued_run_is_the_same_run_with_each_step_once(
+    offline: Path, records: list[Any], small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(offline, folder, symlinks=True)
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "loss": 1.0}\n')  # logged after the last checkpoint
+    if killed:
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**record, "exit_reason": "running"}))
+    later = continued(folder, small, monkeypatch)
+    assert of_type("run", later)[0]["run_id"] == of_type("run", records)[0]["run_id"]
+    assert [entry["item"]["_step"] for entry in of_type("history", later)] == [6, 7]
     assert [line["step"] for line in read(folder) if "loss" in line] == [1, 2, 4, 5, 6, 7]
-    (upload,) = re.findall("wandb sync (.*)", (folder / "log.txt").read_text().rpartition("recorded offline")[2])
-    assert [Path(part).name for part in upload.split()] == sorted([*before, new.name])
+    log = (folder / "log.txt").read_text()
+    assert ("offline record may lack the last seconds before the run was killed" in log) == killed
+    (upload,) = re.findall("wandb sync (.*)", log.rpartition("recorded offline")[2])
+    assert upload.split() == sorted(map(str, folder.glob("wandb/offline-run-*")))
 
 
-def test_the_last_step_of_a_long_record_is_found_at_its_end(tmp_path: Path) -> None:
-    """Records that span blocks, and the rest of a record whose beginning is not read."""
-    (tmp_path / "offline-run-1-me").mkdir()
-    with (tmp_path / "offline-run-1-me/run-me.wandb").open("wb") as file:
-        file.write(b":W&B" + bytes(3))
-        for step in range(300):
-            record = wandb_internal_pb2.Record()
-            for key, value in (("_step", step), ("text", "x" * 9000)):
-                record.history.item.add(key=key, value_json=json.dumps(value))
-            write(file, record.SerializeToString())
-        assert file.tell() > 2 * 32 * 32768
-        write(file, wandb_internal_pb2.Record(exit={"exit_code": 0}).SerializeToString())
-    assert last_step(tmp_path, "me") == 299
-    assert last_step(tmp_path, "another") == -1
+def test_a_run_that_began_without_wandb_sends_its_history(
+    offline: Path, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as with WANDB_MODE=disabled, in which its checkpoint has an ID, too."""
+    folder = tmp_path / "run"
+    shutil.copytree(offline, folder, symlinks=True)
+    shutil.rmtree(folder / "wandb")
+    later = continued(folder, small, monkeypatch)
+    assert [entry["item"]["_step"] for entry in of_type("history", later)] == [1, 2, 4, 5, 6, 7]

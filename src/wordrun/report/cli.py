@@ -50,7 +50,7 @@ def report(options: ReportConfig) -> None:
     from wordrun.report import page
 
     if options.runs is None:
-        file = page.write(Path(options.run), Path(options.out) if options.out else None)
+        (file,) = page.write(Path(options.run), Path(options.out) if options.out else None)
     else:
         file = page.compare(runs_in(options.runs), Path(options.out or "report.html"))
     print(file)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.errors import UserError
-from wordrun.report.trace import TraceSummary, load
 from wordrun.runs.metrics import Metrics
 from wordrun.runs.record import RunRecord
 
@@ -17,7 +16,7 @@ SAMPLES = 3
 """Number of generated texts shown, the last ones."""
 NOT_COMPARED = ("run_dir", "data.path")
 PROFILES = 4
-"""Number of ranks whose profiles are shown."""
+"""Number of profiles shown."""
 LONG = 20_000
 """Characters of a profile that are shown."""
 SHORT = 2000
@@ -138,17 +137,10 @@ def failures(run_dir: Path) -> list[tuple[str, str]]:
     return [(file.name, file.read_text(encoding="utf-8", errors="replace")[-SHORT:]) for file in files]
 
 
-def profiles(run_dir: Path) -> list[tuple[str, TraceSummary]]:
-    """Return the summaries of traces with the name of their rank, of the first few ranks."""
-    found = sorted((run_dir / "profile").glob("summary*.json"), key=lambda file: (len(file.name), file.name))
-    loaded = ((file.stem.partition("-")[2].replace("-", " ") or "rank 0", load(file)) for file in found[:PROFILES])
-    return [(rank, summary) for rank, summary in loaded if summary]
-
-
 def tables(run_dir: Path) -> list[tuple[str, str]]:
-    """Return the names and beginnings of other profiles that are text."""
-    found = [file for file in sorted((run_dir / "profile").glob("*.txt")) if not file.name.startswith("summary")]
-    return [(file.name, file.read_text(encoding="utf-8", errors="replace")[:LONG]) for file in found[:PROFILES]]
+    """Return the names and beginnings of the profiles that are text."""
+    found = sorted((run_dir / "profile").glob("*.txt"), key=lambda file: (len(file.name), file.name))[:PROFILES]
+    return [(file.name, file.read_text(encoding="utf-8", errors="replace")[:LONG]) for file in found]
 
 
 def files(run_dir: Path) -> list[str]:

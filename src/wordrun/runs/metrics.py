@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -80,13 +78,6 @@ class Metrics:
         counts = self.training.columns.get("spikes", ())
         return [row for row, (before, now) in enumerate(pairwise([0, *counts])) if now > before]
 
-    def along(self, axis: str, steps: Sequence[float]) -> list[float]:
-        """Return ``steps`` in terms of ``axis``, a metric of training that increases: tokens or time."""
-        if axis == "step":
-            return list(steps)
-        known, values = self.training["step"], self.training[axis]
-        return [_interpolate(known, values, step) for step in steps]
-
 
 def read(run_dir: Path) -> Metrics:
     """Return the metrics of a run; empty if it has none yet."""
@@ -108,13 +99,3 @@ def evaluations(run_dir: Path, metric: str) -> list[tuple[int, float]]:
         return []
     pairs = zip(table["step"], table[metric], strict=True)
     return [(int(step), value) for step, value in pairs if math.isfinite(value)]
-
-
-def _interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value at ``at``; ``known`` increases. Before the first known point the line through 0 is taken."""
-    if not known:
-        return math.nan
-    right = min(bisect_left(known, at), len(known) - 1)
-    x0, y0 = (known[right - 1], values[right - 1]) if right else (0.0, 0.0)
-    x1, y1 = known[right], values[right]
-    return y1 if x1 <= x0 or at >= x1 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)

@@ -21,9 +21,6 @@ class TrackioTracker(AppendOnlyTracker):
     def __init__(self, options: TrackioConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
         try:
-            # trackio compares each value with its classes. A run imports it in another thread (preload_end); half
-            # imported it has none, and trackio would drop the metrics.
-            import matplotlib.figure  # noqa: F401
             import trackio
         except ImportError as error:
             raise missing("trackio", error) from None

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 from wordrun.config import WandbConfig
 from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
+from wordrun.runs.record import NO_REASON, RECORD, read_json
 from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.jsonl import between
-from wordrun.track.wandb_files import last_step
 
 # At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60
@@ -66,6 +66,7 @@ class WandbTracker(BackgroundTracker):
             "settings": wandb.Settings(console="off", silent=True, **known), **more,
         }  # fmt: skip
         (run.path / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary directory
+        began = any(run.path.glob(f"wandb/*run-*-{self._id}"))
         try:
             self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
         except Exception as error:
@@ -80,13 +81,24 @@ class WandbTracker(BackgroundTracker):
             self._wandb_run = wandb.init(**{**settings, "mode": self.mode})
 
         if more:
-            self._catch_up()
+            self._catch_up(began)
 
-    def _catch_up(self) -> None:
-        """Send what a killed process has not sent: metrics.jsonl has every line at once, and W&B a moment later."""
+    def _catch_up(self, began: bool) -> None:
+        """Send the lines before the resumed step that W&B lacks, as far as that is known without its server.
+
+        Args:
+            began: whether W&B has recorded an earlier part of the run.
+        """
         run = self.run
-        online = self.mode in ("online", "shared")
-        self._logged = self._wandb_run.starting_step - 1 if online else last_step(run.path / "wandb", self._id)
+        earlier = read_json(run.path / RECORD).get("earlier") or [{}]
+        if self.mode in ("online", "shared"):
+            self._logged = self._wandb_run.starting_step - 1
+        elif not began:
+            self._logged = -1
+        elif earlier[-1].get("exit_reason", "") in NO_REASON:
+            LOGGER.info(
+                "W&B's offline record may lack the last seconds before the run was killed; metrics.jsonl has every line"
+            )
         for line in between(run.path, self._logged, run.step):
             super().log(line)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from wordrun.dist import World, collectives
 from wordrun.errors import ConfigError, first_line
 from wordrun.log import ANY_RANK, LOGGER
 from wordrun.registry import part_of
+
+ROWS = 30
+"""Number of operations in the summary of a trace."""
 
 
 class Profiler:
@@ -90,11 +94,12 @@ class PyinstrumentProfiler(Profiler):
 
 
 class TorchProfiler(Profiler):
-    """Records operators and kernels of a few steps with torch.profiler: a Chrome trace, and its summary."""
+    """Records operators and kernels of a few steps with torch.profiler: a Chrome trace, and a table of the slowest."""
 
     def start(self) -> None:
         """Start the schedule: wait, warm up, record."""
         options = self.options
+        self._trace: Path | None = None
         self._profile = scheduled(options, self._write, record_shapes=options.shapes, with_stack=options.stacks)
         self._profile.start()
 
@@ -103,24 +108,23 @@ class TorchProfiler(Profiler):
         self._profile.step()
 
     def stop(self) -> None:
-        """Stop; a run that ends during recording still writes its trace."""
+        """Stop, and log how to open the trace; a run that ends during recording has one, too."""
         self._profile.stop()
+        if self._trace:
+            how = "trace: %s; open it at https://ui.perfetto.dev, or with torch-tb-profiler: tensorboard --logdir %s"
+            self.tell(how, self._trace, shlex.quote(str(self._trace.parent)))
 
     def _write(self, profile: Any) -> None:
-        from wordrun.report import trace
-
-        # A folder of traces alone, named by rank, is what HolisticTraceAnalysis opens; Perfetto opens each file.
-        folder = self.folder / "traces"
+        # TensorBoard takes the rank from names of this form; HolisticTraceAnalysis opens a folder of traces alone.
+        file = self.folder / "traces" / f"rank-{self.rank}.pt.trace.json.gz"
         with self.writing():
-            folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"rank-{self.rank}.json.gz"
+            file.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(file))
-            summary = trace.summarize(trace.read(file))
-            self.file("summary.txt").write_text(trace.as_text(summary), encoding="utf-8")
-            self.file("summary.json").write_text(trace.as_json(summary), encoding="utf-8")
-            html = self.file("summary.html")
-            html.write_text(trace.as_html(summary, f"rank {self.rank}"), encoding="utf-8")
-            self.tell("profile: %s; trace for ui.perfetto.dev: %s", html, file)
+            self._trace = file
+            averages = profile.key_averages()
+            where = "device" if any(each.self_device_time_total for each in averages) else "cpu"
+            table = averages.table(sort_by=f"self_{where}_time_total", row_limit=ROWS, max_name_column_width=60)
+            self.file("summary.txt").write_text(table, encoding="utf-8")
 
 
 class MemoryProfiler(Profiler):
@@ -195,7 +199,7 @@ class SpansProfiler(Profiler):
 
     def start(self) -> None:
         """Start counting steps."""
-        self._steps = 0
+        self._steps, self._written = 0, ""
 
     def step(self) -> None:
         """Begin to record after ``wait`` steps, and merge after ``active`` more."""
@@ -220,19 +224,32 @@ class SpansProfiler(Profiler):
 
     def _write(self, everyone: list[list[list[float]]]) -> None:
         chosen = self.options.ranks or range(len(everyone))
-        events = [
-            {"ph": "X", "name": LABELS[int(label)], "pid": 0, "tid": rank, "ts": 1e6 * start,
-             "dur": 1e6 * (end - start)}
-            for rank in chosen for label, start, end in everyone[rank] if label >= 0
-        ]  # fmt: skip
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
             for rank in chosen
-        ]  # fmt: skip
+        ]
+        events = [
+            {
+                "ph": "X",
+                "name": LABELS[int(label)],
+                "pid": 0,
+                "tid": rank,
+                "ts": 1e6 * start,
+                "dur": 1e6 * (end - start),
+            }
+            for rank in chosen
+            for label, start, end in everyone[rank]
+            if label >= 0
+        ]
         with self.writing():
             file = self.file("spans.json.gz")
             file.write_bytes(gzip.compress(json.dumps({"traceEvents": [*names, *events]}).encode()))
-            LOGGER.info("timeline of %d ranks, for ui.perfetto.dev: %s", len(chosen), file)
+            self._written = f"timeline of {len(chosen)} ranks: {file}; open it at https://ui.perfetto.dev"
+
+    def stop(self) -> None:
+        """Log how to open the timeline."""
+        if self._written:
+            LOGGER.info(self._written)
 
 
 def scheduled(options: Any, on_ready: Callable[[Any], None], **recorded: Any) -> Any:

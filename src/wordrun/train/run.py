@@ -28,7 +28,6 @@ from wordrun.runs.metrics import read
 from wordrun.runs.record import RECORD, read_json
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import between, copy_until, finite, forget_steps
-from wordrun.track.plots import draw
 from wordrun.train.memory_resume import InMemory
 from wordrun.train.provenance import commits, versions
 from wordrun.train.recoveries import Recoveries
@@ -76,7 +75,6 @@ class Run:
         self.record: dict[str, Any] = {}
         """Contents of run.json."""
         self._lock: IO[str] | None = None
-        self._logged = False
         self._recoveries: Recoveries | None = None
 
     def open(self, facts: dict[str, Any], start: Start) -> None:
@@ -151,10 +149,6 @@ class Run:
             TypeError: a metric is not a number.
         """
         if self.trackers:
-            if not self._logged:  # only now, so that the first step does not wait for the import
-                self._logged = True
-                if self.cfg.train.report:
-                    page.preload_end()
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
 
@@ -218,10 +212,7 @@ class Run:
             self.record |= {**summary, "exit_reason": error or "finished", "end": now()}
             self._write_record()
             self._each("finish", summary, 1 if error else 0)
-            cfg = self.cfg
-            title = f"{cfg.data.name}: {cfg.model.name}, {cfg.train.backend}  ({self.path.name})"
-            wanted = self.trackers and self.cfg.train.report
-            return [*draw(self.path, title), page.write(self.path)] if wanted else []
+            return page.write(self.path, plots=True) if self.trackers and self.cfg.train.report else []
         finally:
             if self._lock is not None:
                 self._lock.close()
