@@ -18,9 +18,6 @@ HEADS = (
     "tokens/s", "min", "max", "speed-up", "efficiency", "step [ms]", "MFU", "memory [GiB]",
     "node hours per 10^9 tokens",
 )  # fmt: skip
-COMPARED = (
-    "step planned [ms]", "measured", "ratio", "memory planned [GiB]", "measured", "ratio", "sent per step [GiB]",
-)  # fmt: skip
 NOTES = """\
 Tokens/s are the median of {measurements} of {steps} steps each, after {steps} steps to warm up; min and max are
 the slowest and the fastest measurement. Speed-up and efficiency refer to the fastest backend on {least}. MFU is the
@@ -77,8 +74,6 @@ def _page(by_backend: Mapping[str, Sequence[Row]], rows: Sequence[Row], study: S
     unit = study.unit.removesuffix("s") if least == "1" else study.unit
     measurements = f"{study.repeats} measurement{'s' * (study.repeats > 1)}"
     lines += [NOTES.format(steps=study.steps, measurements=measurements, least=f"{least} {unit}"), ""]
-    if planned := [[row["point"], *_compared(row)] for row in done if row["planned_sent_gib"]]:
-        lines += ["## Planned and measured", "", markdown(("point", *COMPARED), planned), ""]
     if others := [[row["point"], row["state"], row["reason"]] for row in rows if row["state"] != DONE]:
         lines += ["## Points without a result", "", markdown(("point", "state", "reason"), others, text=3), ""]
     return "\n".join([*lines, "## Conditions", "", *_conditions(done, study), ""])
@@ -109,16 +104,6 @@ def _results(row: Row, base: Row, unit: str) -> list[str]:
         f"{efficiency:.0%}", figures(1000 * step), "-" if mfu is None else f"{mfu:.1f} %",
         figures(number(row, "memory_gib")), figures(cost),
     ]  # fmt: skip
-
-
-def _compared(row: Row) -> list[str]:
-    """Return the cells of COMPARED."""
-    cells = []
-    for planned, measured, scale in (("planned_step_s", "step_s", 1000), ("planned_memory_gib", "memory_gib", 1)):
-        before, after = number(row, planned), number(row, measured)
-        pair = [figures(None if each is None else scale * each) for each in (before, after)]
-        cells += [*pair, f"{after / before:.2f}" if before and after is not None else "-"]
-    return [*cells, figures(number(row, "planned_sent_gib"))]
 
 
 def _figure(folder: Path, by_backend: Mapping[str, Sequence[Row]], unit: str) -> list[Path]:

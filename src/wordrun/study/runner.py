@@ -38,6 +38,12 @@ POLL_S = 0.1
 ENDED = (REQUEUE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a launch that was stopped from outside, such as at the end of an allocation."""
 
+GONE = {
+    "--bandwidth": "a study measures the time of a step, and no longer estimates it: leave it out",
+    "--no-calibrate": "nothing is measured before the points any more: leave it out",
+}
+"""Options that studies no longer have, and what to use instead."""
+
 Figures = Callable[[StudyPoint, RunRecord], dict[str, Any]]
 """Returns the study's own columns for a finished run; a UserError marks the point as failed."""
 Result = Callable[[Mapping[str, str]], str]
@@ -71,6 +77,9 @@ def parse_study(
     parser.add_argument("--submit", action="store_true", help="submit a job for each point instead of running it here")
     parser.add_argument("--launch", default=[], type=shlex.split, metavar='"..."', help="further options of launch")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of every run")
+    for word in argv:
+        if (name := word.partition("=")[0]) in GONE:
+            raise ConfigError(f"{name} was removed: {GONE[name]}")
     args = parser.parse_intermixed_args(argv)
     if wrong := [each for each in args.overrides if each.partition("=")[0].lstrip("+") in chosen]:
         raise ConfigError(f"{', '.join(wrong)}: the study sets this itself ({by})")

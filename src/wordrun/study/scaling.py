@@ -10,15 +10,13 @@ from typing import Any
 
 from wordrun import layouts
 from wordrun.composer import compose
-from wordrun.config import Config
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.launch.request import Ranks
 from wordrun.registry import backends
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
-from wordrun.study import estimate, page
-from wordrun.study.estimate import Estimates
-from wordrun.study.points import FAILED, IMPOSSIBLE, Points, StudyPoint
+from wordrun.study import page
+from wordrun.study.points import IMPOSSIBLE, Points, StudyPoint
 from wordrun.study.runner import conduct, look, new_parser, parse_study
 
 DESCRIPTION = """\
@@ -38,11 +36,11 @@ backends to compare, separated by commas, each with options if needed: DDP,FSDP:
 STRONG = """\
 the same global batch for all points (default): train.global_batch_size, or else what the largest number of ranks takes
 without accumulation"""
-VERSION = 2
+VERSION = 3
 """Of the columns."""
 COLUMNS = (
     "backend", "scaling", "global_batch", "step_s", "step_s_min", "step_s_max", "tps", "tps_min", "tps_max", "mfu",
-    "memory_gib", "planned_step_s", "planned_memory_gib", "planned_sent_gib",
+    "memory_gib",
 )  # fmt: skip
 FIXED = {
     "train.eval_interval": "0", "train.checkpoint_interval": "0", "train.sample_interval": "0",
@@ -65,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     )
     return conduct(
         args, Points(args.out, "scaling", VERSION, COLUMNS),
-        lambda file: _points(args, file, Estimates(file.folder, args)), lambda point, run: measured(run, args.steps),
+        lambda file: _points(args, file), lambda point, run: measured(run, args.steps),
         lambda folder, rows: page.write(folder, rows, study), lambda row: f"{float(row['tps']):,.0f} tokens/s",
     )  # fmt: skip
 
@@ -81,7 +79,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--strong", action="store_true", help=STRONG)
     how.add_argument("--weak", action="store_true", help="the same number of sequences per rank")
     parser.add_argument("--backends", default="", metavar="NAME,...", help=BACKENDS)
-    estimate.add_options(parser)
     args = parse_study(parser, argv, CHOSEN, "--steps, --repeats, --backends")
     if args.steps < 1 or args.repeats < 1:
         raise ConfigError(f"--steps {args.steps} --repeats {args.repeats} should be at least 1")
@@ -94,12 +91,11 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Iterator[StudyPoint]:
+def _points(args: argparse.Namespace, file: Points) -> Iterator[StudyPoint]:
     """Yield the points, the smallest first; those that are impossible are recorded as such."""
     base = compose(args.overrides)
     option = "-n" if args.ranks else "-N"
-    looks = {size: look(args, (option, str(size))) for size in args.ranks or args.nodes}
-    layouts = {size: ranks for size, (_, ranks) in looks.items()}
+    looks = {size: look(args, (option, str(size)))[1] for size in args.ranks or args.nodes}
     sequences = base.train.global_batch_size
     if args.weak and sequences:
         raise ConfigError(
@@ -108,25 +104,18 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
     per_rank = base.model.batch_size * (base.optimizer.gas or 1)
     labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]
     choices = {label: _choice(label) for label in labels}
-    settled = {name for name, row in file.rows.items() if not (args.retry_failed and row["state"] == FAILED)}
-    for size, (job, ranks) in looks.items():
-        batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in layouts.values())
-        on_cpu = base.train.device == "cpu" or (base.train.device == "auto" and not any(job.devices))
+    for size, ranks in looks.items():
+        batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in looks.values())
         words = (option, str(size))
-        slugs = {label: re.sub(r"[^A-Za-z0-9.]+", "-", label) for label in labels}
-        speeds = estimates.speeds(words, not {f"{slug}-{size}" for slug in slugs.values()} <= settled)
-        for label, slug in slugs.items():
-            name = f"{slug}-{size}"
+        for label in labels:
+            name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', label)}-{size}"
             columns = {
                 "ranks": ranks.np, "nodes": ranks.nodes, "backend": label, "scaling": "weak" if args.weak else "strong",
                 "global_batch": batch,
             }  # fmt: skip
             overrides, problem = [*args.overrides, *choices[label], *_steps(args)], ""
             try:
-                cfg, batching = _fit_batch(overrides, batch, ranks)
-                overrides += batching
-                process = estimates.process(slug, overrides, words, name not in settled) if on_cpu else None
-                columns |= estimates.of(cfg, ranks, speeds, process, on_cpu=on_cpu)
+                overrides += _fit_batch(overrides, batch, ranks)
             except ConfigError as error:
                 problem = first_line(error)
             point = StudyPoint(name, tuple(overrides), words, columns)
@@ -141,8 +130,8 @@ def _steps(args: argparse.Namespace) -> list[str]:
     return [f"{name}={value}" for name, value in {**count, **FIXED}.items()]
 
 
-def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> tuple[Config, list[str]]:
-    """Return the config of a run whose steps have ``sequences`` sequences, and the overrides for that.
+def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> list[str]:
+    """Return the overrides with which the steps of a run have ``sequences`` sequences.
 
     Raises:
         ConfigError: the run is impossible with these ranks.
@@ -154,7 +143,8 @@ def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> tuple[
     share = sequences // dp
     batch = next(size for size in range(min(cfg.model.batch_size, share), 0, -1) if share % size == 0)
     more = [f"train.global_batch_size={sequences}", f"model.batch_size={batch}", "optimizer.gas=null"]
-    return compose([*overrides, *more], ranks=ranks.np, per_node=ranks.ppn), more
+    compose([*overrides, *more], ranks=ranks.np, per_node=ranks.ppn)
+    return more
 
 
 def _choice(backend: str) -> list[str]:
