@@ -41,12 +41,12 @@ def test_1_and_2_ranks(command: Command, tmp_path: Path) -> None:
         assert row["global_batch"] == "8"
         assert "torch" in row["versions"]
         assert float(row["memory_gib"]) > 0
-    page = (tmp_path / "study" / "scaling.md").read_text()
+    page = (tmp_path / "study" / "report.md").read_text()
     assert "Strong scaling on 1, 2 ranks" in page
     assert "TP-tp-3-2 | impossible" in page
-    assert (tmp_path / "study" / "scaling.svg").stat().st_size > 1000
+    assert (tmp_path / "study" / "scaling.png").stat().st_size > 1000
     again = command(*words)
-    assert "4 points, 0 of them to run" in again.stdout
+    assert "study study: 0 points, 0 at a time; not run: 2 finished, 2 impossible" in again.stdout
     assert rows(tmp_path / "study") == found
 
 
@@ -55,7 +55,7 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, s
     words = (*STUDY, "--ranks", "1", "--steps", "{}", "--repeats", "1", "--backends", "DDP,DDP:bucket_cap_mb=1",
              "--out", "study", *SMALL)  # fmt: skip
     study = start(*(word.format(100_000) for word in words))
-    log = tmp_path / "study" / "logs" / "DDP-1.txt"
+    log = tmp_path / "study" / "runs" / "DDP-1.log"
     end = time.monotonic() + 200
     while not (log.exists() and "step 1/" in log.read_text()):
         assert study.poll() is None, study.communicate()
@@ -64,7 +64,7 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, s
     study.send_signal(signal.SIGTERM)
     out, _ = study.communicate(timeout=120)
     assert study.returncode == 75, out
-    assert "stopped: start the study again to continue" in out
+    assert "start the study again to continue" in out
     assert not (tmp_path / "study" / "points.csv").exists()
     done = command(*(word.format(2) for word in words), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +80,7 @@ def test_a_failed_run_has_its_reason_and_is_repeated_on_request(command: Command
     assert row["state"] == "failed"
     assert f"{text}" in row["reason"]
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
-    assert "0 of them to run" in command(*words).stdout
+    assert "study study: 0 points, 0 at a time; not run: 1 failed" in command(*words).stdout
     assert command(*words, "--retry-failed", timeout=200).returncode == 0
     (row,) = rows(tmp_path / "study").values()
     assert row["state"] == "done"

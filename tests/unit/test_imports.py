@@ -89,7 +89,6 @@ MAY_USE: dict[str, set[str]] = {
     # A run that cannot fit is refused, by the plan's estimate.
     "train": PARALLEL
     | {"checkpoint", "backend", "prepare", "plan", "devices", "arguments", "compat", "compat_adamw", "runs", "report"},
-    "sweep": CONFIG | {"launch", "runs", "train"},
     "bandwidth": PARALLEL | {"version", "compat_context"},
     "test_dist": PARALLEL | {"bandwidth"},
     "probe": PARALLEL,
@@ -99,7 +98,7 @@ MAY_USE: dict[str, set[str]] = {
     "chat": {"errors", "interrupts", "config", "data"},
     "export": PARALLEL | {"arguments", "checkpoint", "backend"},
     "plan": PARALLEL | {"choices", "arguments", "backend", "launch", "devices", "kernels"},
-    "study": PARALLEL | {"launch", "plan", "prepare", "runs", "version"},
+    "study": PARALLEL | {"interrupts", "launch", "plan", "prepare", "runs", "train"},
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
     "cli": {"errors", "dist", "interrupts", "version", "completion", "synonyms"},
     "__main__": {"cli", "interrupts"},
