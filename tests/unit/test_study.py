@@ -284,6 +284,10 @@ def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path) -> Non
     (tmp_path / "a-17.out").write_text("PATH=x\ndata.path=x cannot be read\nmore: docs/data.md\nsrun: Terminating\n")
     assert run(put="job 17") == ["failed", "data.path=x cannot be read"]
     A.dir.mkdir(parents=True)
+    assert run() == ["failed", "data.path=x cannot be read"]
+    assert run("--retry-failed", "--launch=--scheduler slurm --walltime 0:10:00") == ["submitted", "job 17"]
+    assert not A.dir.exists(), "or the job would continue the failed run"
+    A.dir.mkdir(parents=True)
     (A.dir / "run.json").write_text('{"exit_reason": "finished"}')
     assert run() == ["done", ""]
 

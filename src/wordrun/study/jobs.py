@@ -60,6 +60,8 @@ def submit(table: Points, chunks: Sequence[Sequence[Point]], job: Job) -> None:
     freezes = not job(chunks[0]).no_freeze
     frozen = launch_submit.freeze_for(launch_submit.job_path(table.study)) if freezes else None
     for chunk in chunks:
+        for point in chunk:
+            point.clear()
         options = replace(job(chunk), no_freeze=frozen is None)
         done = launch_submit.send(options, chunk[0].run_id or new_run_id(), frozen)
         table.put(chunk, SUBMITTED, f"job {' '.join(done.jobs)}")

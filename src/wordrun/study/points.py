@@ -11,6 +11,7 @@ import io
 import math
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,12 @@ class Point:
         # A run that a hook has ended early, such as early_stop, is complete as well.
         complete = state == "failed" and record.launches and record.launches[-1].get("exit_status") == 0
         return "finished" if complete else state
+
+    def clear(self) -> None:
+        """Remove what a failed or stopped run has left, if the next one is not to continue it."""
+        if not self.run_id:
+            shutil.rmtree(self.dir, ignore_errors=True)
+            self.log.unlink(missing_ok=True)
 
 
 class Points:
@@ -196,7 +203,7 @@ class Points:
             unknown = known.keys() - set(self.columns)
             assert not unknown, f"not a column of {self.schema}: {unknown}"
             self.rows[point.name] = {name: cell(known.get(name)) for name in self.columns}
-        if self.part:
+        if self.part or not points:
             return
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")

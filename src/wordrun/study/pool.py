@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -92,9 +91,7 @@ class Pool:
         """
         taken, place = self.free[:nodes], Placement.of(self.free[:nodes])
         try:
-            if not point.run_id:  # what a failed or stopped run has left would be continued
-                shutil.rmtree(point.dir, ignore_errors=True)
-                point.log.unlink(missing_ok=True)
+            point.clear()
             words = place.words([*self.launch, *point.launch], self.folder / "hosts")
             point.log.parent.mkdir(parents=True, exist_ok=True)
             command = command_of(self.command, point)
