@@ -276,7 +276,7 @@ def messages() -> str:
 
 
 PARTS = (
-    ("commands", ["cli", "train", "prepare", "generate", "export", "plan", "runs", "study", "sweep"]),
+    ("commands", ["cli", "train", "prepare", "generate", "export", "plan", "runs", "study"]),
     ("training", ["train: trainer, hooks, optim, schedule, profile", "track", "report"]),
     ("one step", ["backend: ddp, fsdp, ...", "model: gpt, llama, ...", "data: order, loader", "checkpoint"]),
     ("the config", ["composer", "checks", "config: all options", "registry, parts: all choices"]),

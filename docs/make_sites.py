@@ -162,7 +162,7 @@ def knowledge(site: Site) -> Iterator[tuple[str, str]]:
     if site.master_addr != "{host}":
         yield "name on the fast network", f"`{site.master_addr}`"
     if site.network:
-        yield "network per device, for `plan`", f"{site.network:g} GB/s"
+        yield "network per device, for `launch --doctor`", f"{site.network:g} GB/s"
     yield "modules", ", ".join(f"`{line}`" for line in site.modules) or "none"
     yield "internet on compute nodes", "no: W&B records offline" if not site.internet else site.internet_access or "yes"
     if "filesystems" in site.submit:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from wordrun import synonyms
 from wordrun.config import Section, value_text
 from wordrun.errors import ConfigError, UserError, as_whole, nearest, show
 from wordrun.registry import documentation
@@ -64,7 +65,8 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
         field = declared.get(key.removeprefix(prefix))
         if field is None:
             remedy = nearest(key.removeprefix(prefix), declared, prefix) or "; --help lists the options"
-            problems.append(f"unknown option '{key}'{remedy}")
+            gone = key in synonyms.GONE
+            problems.append(f"{key} was removed: {synonyms.GONE[key]}" if gone else f"unknown option '{key}'{remedy}")
             continue
         kind, _, optional = str(field.type).partition(" ")
         convert, wanted = TYPES[kind]

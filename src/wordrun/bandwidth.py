@@ -8,12 +8,14 @@ that of the largest buffer of a rank: of all-gather the output, of reduce-scatte
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ BATCH_S = 0.02
 PAIR_BYTES = 4 * 2**20
 """Size of the messages between pairs of nodes."""
 SHOWN_GROUPS = 3
+TICKS = 8
+"""More labels than these would touch each other."""
 TITLES = f"  {'operation':<24}{'size':>9}{'time [us]':>12}{'min':>11}{'max':>11}{'algbw':>14}{'busbw [GB/s]':>14}"
 
 Call = Callable[[], Any]
@@ -338,3 +342,32 @@ def pairs(world: World) -> list[dict[str, Any]]:
         for node, met in everyone for other, seconds in met if node < other
     ]  # fmt: skip
     return sorted(found, key=lambda pair: -float(pair["seconds"]))
+
+
+def save(found: dict[str, Any], folder: Path) -> list[Path]:
+    """Write bandwidth.json and bandwidth.png; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bandwidth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    _figure(found, folder / "bandwidth.png")
+    return [folder / "bandwidth.json", folder / "bandwidth.png"]
+
+
+def _figure(found: dict[str, Any], file: Path) -> None:
+    """Draw busbw over size, a panel for each kind of group."""
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(result["group"] for result in found["results"]))
+    figure = Figure(figsize=(7, 3.6 * len(kinds)), layout="constrained", dpi=130)
+    for kind, axes in zip(kinds, figure.subplots(len(kinds), squeeze=False)[:, 0], strict=True):
+        results = [result for result in found["results"] if result["group"] == kind]
+        for operation in dict.fromkeys(result["operation"] for result in results):
+            of = [result for result in results if result["operation"] == operation]
+            axes.plot([r["size"] for r in of], [r["busbw"] for r in of], "o-", ms=3, lw=1.2, label=operation)
+        title = f"{kind}: {results[0]['ranks']} ranks, {found['backend']} on {found['device'].partition(':')[0]}"
+        axes.set(yscale="log", xlabel="size", ylabel="busbw [GB/s]", title=title)
+        axes.set_xscale("log", base=2)
+        sizes = sorted({result["size"] for result in results})
+        axes.set_xticks(sizes, [_size(size) for size in sizes], rotation=45 if sizes[TICKS:] else 0)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(file)

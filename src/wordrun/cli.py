@@ -29,8 +29,8 @@ COMMANDS = {
     "ls": ("wordrun.runs.ls", "show the runs below outputs/ as a table"),
     "tail": ("wordrun.runs.tail", "follow a run's log"),
     "report": ("wordrun.report.cli", "write a page with a run's curves and facts, or compare runs"),
-    "study": ("wordrun.study.cli", "measure how training scales, with table, figure and page"),
-    "sweep": ("wordrun.sweep.grid", "run the unfinished points of a sweep"),
+    "study": ("wordrun.study.cli", "measure how training scales, with table, figure and report"),
+    "sweep": ("wordrun.study.sweep", "run the unfinished points of a sweep"),
     "new": ("wordrun.new", "write a project with a model and data of your own"),
 }
 """Maps each command to its module and a line of help."""

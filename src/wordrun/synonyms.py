@@ -47,7 +47,10 @@ COMMANDS = {
     "info": "launch --info", "submit": "launch --submit",
 }  # fmt: skip
 """Words that are no commands of wordrun, and what does the same."""
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "plan.speeds": "wordrun study scaling measures the time of a step",
+    "plan.bandwidth": "wordrun study scaling measures the time of a step",
+}
 """Options that wordrun no longer has, and what to use instead."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""

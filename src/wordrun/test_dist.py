@@ -72,13 +72,13 @@ def bench(world: dist.World, sizes: str, layout: str, out: str | None) -> None:
     Raises:
         ConfigError: ``sizes`` or ``layout`` is not valid.
     """
-    from wordrun import bandwidth, bandwidth_files
+    from wordrun import bandwidth
 
     chosen, axes = bandwidth.sizes(sizes), bandwidth.layout(layout, world.size)
     found = bandwidth.measure(world, chosen, axes, lambda text: _say(world, text))
     if world.rank == 0:
         folder = Path(out or f"outputs/bandwidth/{time.strftime('%Y%m%d-%H%M%S')}")
-        print(*bandwidth_files.save(found, folder), sep="\n", flush=True)
+        print(*bandwidth.save(found, folder), sep="\n", flush=True)
 
 
 def _say(world: dist.World, text: str) -> None:

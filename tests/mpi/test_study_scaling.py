@@ -29,7 +29,7 @@ def rows(folder: Path) -> dict[str, dict[str, str]]:
 def test_1_and_2_ranks(command: Command, tmp_path: Path) -> None:
     """Each point has a row, an impossible one its reason, and the second call runs nothing."""
     words = (*STUDY, "--ranks", "1,2", "--steps", "2", "--repeats", "2", "--backends", "DDP,TP:tp=3",
-             "--out", "study", "--no-calibrate", *SMALL)  # fmt: skip
+             "--out", "study", *SMALL)  # fmt: skip
     done = command(*words, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path / "study")
@@ -41,23 +41,21 @@ def test_1_and_2_ranks(command: Command, tmp_path: Path) -> None:
         assert row["global_batch"] == "8"
         assert "torch" in row["versions"]
         assert float(row["memory_gib"]) > 0
-        assert (float(row["planned_sent_gib"]) > 0) == (row["ranks"] != "1")
-        assert row["planned_step_s"] == row["planned_memory_gib"] == ""
-    page = (tmp_path / "study" / "scaling.md").read_text()
+    page = (tmp_path / "study" / "report.md").read_text()
     assert "Strong scaling on 1, 2 ranks" in page
     assert "TP-tp-3-2 | impossible" in page
-    assert (tmp_path / "study" / "scaling.svg").stat().st_size > 1000
+    assert (tmp_path / "study" / "scaling.png").stat().st_size > 1000
     again = command(*words)
-    assert "4 points, 0 of them to run" in again.stdout
+    assert "study study: 0 points, 0 at a time; not run: 2 finished, 2 impossible" in again.stdout
     assert rows(tmp_path / "study") == found
 
 
 def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, start: Start, tmp_path: Path) -> None:
     """As at the end of an allocation, while the first point still runs; the second call runs both."""
     words = (*STUDY, "--ranks", "1", "--steps", "{}", "--repeats", "1", "--backends", "DDP,DDP:bucket_cap_mb=1",
-             "--out", "study", "--no-calibrate", *SMALL)  # fmt: skip
+             "--out", "study", *SMALL)  # fmt: skip
     study = start(*(word.format(100_000) for word in words))
-    log = tmp_path / "study" / "logs" / "DDP-1.txt"
+    log = tmp_path / "study" / "runs" / "DDP-1.log"
     end = time.monotonic() + 200
     while not (log.exists() and "step 1/" in log.read_text()):
         assert study.poll() is None, study.communicate()
@@ -66,7 +64,7 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, s
     study.send_signal(signal.SIGTERM)
     out, _ = study.communicate(timeout=120)
     assert study.returncode == 75, out
-    assert "stopped: start the study again to continue" in out
+    assert "start the study again to continue" in out
     assert not (tmp_path / "study" / "points.csv").exists()
     done = command(*(word.format(2) for word in words), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +72,6 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, s
 
 
 def test_a_failed_run_has_its_reason_and_is_repeated_on_request(command: Command, tmp_path: Path) -> None:
-    """Its estimates are made then: the run that measures them fails, too."""
     text = tmp_path / "text.txt"
     words = (*STUDY, "--ranks", "1", "--steps", "2", "--repeats", "1", "--out", "study", *SMALL,
              "data=text", "tokenizer=char", f"data.path={text}")  # fmt: skip
@@ -83,12 +80,7 @@ def test_a_failed_run_has_its_reason_and_is_repeated_on_request(command: Command
     assert row["state"] == "failed"
     assert f"{text}" in row["reason"]
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
-    assert "0 of them to run" in command(*words).stdout
+    assert "study study: 0 points, 0 at a time; not run: 1 failed" in command(*words).stdout
     assert command(*words, "--retry-failed", timeout=200).returncode == 0
     (row,) = rows(tmp_path / "study").values()
     assert row["state"] == "done"
-    memory = float(row["memory_gib"]) / float(row["planned_memory_gib"])
-    assert memory == pytest.approx(1, abs=0.15)  # by far the most is the process itself
-    step = float(row["step_s"]) / float(row["planned_step_s"])
-    cells = (tmp_path / "study" / "scaling.md").read_text().split("| DDP-1 |")[1].split(" | ")
-    assert [float(cells[at].strip("| ")) for at in (2, 5)] == pytest.approx([step, memory], abs=0.006)

@@ -29,6 +29,6 @@ def test_each_point_is_a_launch_of_two_ranks(command: Command, tmp_path: Path) -
     assert [record["np"] for record in records] == [2, 2]
     assert [record["exit_status"] for record in records] == [0, 0]
     assert len({record["run_id"] for record in records}) == 2
-    values = [row.split()[3] for row in done.stdout.splitlines() if row.split()[1:2] == ["finished"] and "seed" in row]
+    values = [row.split()[5] for row in done.stdout.splitlines() if row.split()[1:2] == ["finished"] and "seed" in row]
     assert len(values) == 2
     assert min(map(float, values)) > 0

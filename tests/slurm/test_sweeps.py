@@ -35,11 +35,15 @@ if os.environ["RANK"] == "0":
 def nodes_of(cluster: Cluster, folder: Path, allocation: list[str], **options: int) -> list[list[str]]:
     """Run two points at the same time in an allocation; return the nodes of each point's ranks."""
     (folder / "point.py").write_text(POINT)
-    (folder / "s").mkdir()
-    points = [{"number": n, "overrides": ["together=2"], "dir": str(n)} for n in range(2)]
-    facts = {"id": "a", "command": [sys.executable, "point.py"], "options": options, "points": points}
-    (folder / "s" / "sweep.json").write_text(json.dumps(facts))
-    done = cluster.run("salloc", *allocation, sys.executable, "-m", "wordrun", "sweep", "s", timeout=150)
+    (folder / "run.py").write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from wordrun.study import options, sweep\n"
+        f"command, launcher = [sys.executable, 'point.py'], options.LauncherOptions(**{options})\n"
+        "batch = [['together=2', f'number={n}'] for n in range(2)]\n"
+        "sys.exit(sweep.launch(Path('s'), command, launcher, batch, lambda words, number: str(number)))\n"
+    )
+    done = cluster.run("salloc", *allocation, sys.executable, "run.py", timeout=150)
     logs = "\n".join(path.read_text() for path in folder.glob("s/*.log"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     assert "sweep s: 2 finished" in done.stdout

@@ -12,7 +12,7 @@ from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.study import runner
+from wordrun.study import conduct
 
 SWEEP = "wordrun -m train.seed=1,2 hydra/launcher=wordrun"
 STUDY = "wordrun study scaling --nodes 1,2 --out o"
@@ -46,13 +46,44 @@ def test_a_sweeps_points_get_launchs_options() -> None:
     assert job("--env A=1", "wordrun sweep folder 0 1") == ["wordrun", "sweep", "folder", "0", "1"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s/0",
+        "/a b/c",
+        "/a/b\\",
+        "a\\",
+        'say "so"',
+        'a\\"',
+        "${x}/y",
+        "\\${x}",
+        "\\\\${x}",
+        "/é/ö",
+        "/a=1,b=2",
+        "null",
+        "1",
+        "",
+        "$HOME/x",
+    ],
+)
+def test_any_text_reaches_hydra_as_it_is(text: str) -> None:
+    """A trailing backslash, quotes, and what looks like an interpolation included."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    word = points.quoted(text)
+    value = OverridesParser.create().parse_override(f"key={word}").value()
+    assert OmegaConf.create({"key": str(value)}).key == text
+    assert points.unquoted(word) == text
+
+
 def test_a_studys_points_get_launchs_options() -> None:
     for command in (STUDY, PYTHON):
         words = job(f"-N 2 {GIVEN}", command)
         assert words == [*command.split(), f"--launch={shlex.join(shlex.split(GIVEN))}"]
         for own in ("--launch '--env A=1'", "--launch='--env A=1'"):
             assert job("-N 2 --retries 2", f"{command} {own}")[-1] == "--launch=--retries 2 --env A=1"
-    args = runner.parse_study(runner.new_parser("s", ""), ["--out", "o", f"--launch={GIVEN}"], (), "")
+    args = conduct.parse_study(conduct.new_parser("s", ""), ["--out", "o", f"--launch={GIVEN}"], (), "")
     assert args.launch == shlex.split(GIVEN)
     assert job("-N 2 --ppn 4", STUDY)[-1] == "--launch=--ppn 4"  # its points are so many nodes
     assert job("-N 2 --ppn 4", PYTHON) == PYTHON.split()

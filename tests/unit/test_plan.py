@@ -36,6 +36,7 @@ from wordrun.devices import VARIANTS
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.launch import site_files as sites
+from wordrun.layouts import layout
 from wordrun.plan import shapes, show
 from wordrun.plan.activations import saved_tensors
 from wordrun.plan.advice import Advice, advise
@@ -45,6 +46,7 @@ from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, in_flight
+from wordrun.plan.traffic import traffic
 from wordrun.train.announce import spread_context
 
 if TYPE_CHECKING:
@@ -261,6 +263,22 @@ def estimates(*words: str) -> dict[str, Estimate]:
 
 def advice(*words: str) -> Advice:
     return plan(words).advice
+
+
+def test_what_is_sent_by_operation() -> None:
+    cfg = compose(["model=nano", "model.vocab_size=128", "train.dtype=fp32", "train.backend=FSDP"])
+    model = shapes_of(cfg.model, 128)
+    found = traffic(cfg.backend, model, Strategy("x", cfg, layout(cfg.backend, 4, 4), (), True))
+    sent = {each.operation: each.sent for each in found if each.ranks > 1}
+    size = 4 * model.parameters * 3 / 4
+    assert sent == {"all_gather": pytest.approx(2 * size), "reduce_scatter": pytest.approx(size)}
+
+
+@pytest.mark.parametrize("name", ["plan.speeds", "plan.bandwidth"])
+def test_the_time_of_a_step_is_not_planned(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=gpt2", f"{name}=file.json"]) == 2
+    err = capfd.readouterr().err
+    assert err.splitlines()[0].endswith(f"{name} was removed: wordrun study scaling measures the time of a step")
 
 
 def test_bytes_sent_are_those_of_the_papers() -> None:

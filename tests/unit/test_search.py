@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 import signal
 import sys
 from pathlib import Path
@@ -17,8 +17,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState
 
 from wordrun.errors import ConfigError
-from wordrun.sweep import pool, search
-from wordrun.sweep.options import LauncherOptions, SweeperOptions
+from wordrun.study import pool, search
+from wordrun.study.options import LauncherOptions, SweeperOptions
 from wordrun.train.cli import main
 
 # Instead of wordrun: its loss is (x - 3)^2, and with "slow" it evaluates again and again until it is stopped.
@@ -103,7 +103,8 @@ def test_a_search_finds_the_best_and_continues_where_it_stopped(
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert all(trial.value == (trial.params["x"] - 3) ** 2 for trial in complete)
     assert {trial.params["x"] for trial in trials if trial.state == TrialState.FAIL} <= {5}
-    points = json.loads(Path("s/sweep.json").read_text())["points"]
+    with Path("s/points.csv").open(newline="") as file:
+        points = list(csv.DictReader(file))
     assert len(points) == len({trial.params["x"] for trial in trials}), "equal points run once"
     best = min(complete, key=lambda trial: trial.value or 0.0)
     assert f"best run: s/{best.user_attrs['point']}" in out

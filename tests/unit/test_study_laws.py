@@ -14,7 +14,7 @@ import torch
 import wordrun
 from wordrun.errors import ConfigError
 from wordrun.runs import metrics
-from wordrun.study import coord, coord_page, isoflop, isoflop_page
+from wordrun.study import coord, isoflop
 from wordrun.study.cli import main
 from wordrun.study.fits import minimum, power_law
 from wordrun.study.points import DONE, IMPOSSIBLE
@@ -82,20 +82,20 @@ def isoflop_rows(noise: float = 0.0) -> list[dict[str, str]]:
 
 
 def test_an_isoflop_study_finds_the_law_in_its_points(tmp_path: Path) -> None:
-    found = isoflop_page.budgets(isoflop_rows())
+    found = isoflop.budgets(isoflop_rows())
     assert [each.best.x for each in found if each.best] == pytest.approx(
         [flops**0.5 / 8 for flops in (1e10, 1e11, 1e12)]
     )
-    laws = isoflop_page.fitted(found)
+    laws = isoflop.fitted(found)
     assert laws["n"].exponent == pytest.approx(0.5)
     assert laws["tokens"].exponent == pytest.approx(0.5)
     assert found[1].tokens == pytest.approx(1e11 / (6 * 1e11**0.5 / 8))
-    noisy = isoflop_page.fitted(isoflop_page.budgets(isoflop_rows(0.005)))["n"]
+    noisy = isoflop.fitted(isoflop.budgets(isoflop_rows(0.005)))["n"]
     assert noisy.error is not None
     assert abs(noisy.exponent - 0.5) < 3 * noisy.error < 0.3
     # Without the largest sizes, the minimum of the largest budget is a guess.
     few = [row for row in isoflop_rows() if row["budget"] != "1e+12" or float(row["n"]) < 5e4]
-    assert [bool(each.best and each.best.inside) for each in isoflop_page.budgets(few)] == [True, True, False]
+    assert [bool(each.best and each.best.inside) for each in isoflop.budgets(few)] == [True, True, False]
 
 
 def coord_rows(powers: dict[str, dict[str, float]]) -> list[dict[str, str]]:
@@ -110,13 +110,13 @@ def coord_rows(powers: dict[str, dict[str, float]]) -> list[dict[str, str]]:
 def test_the_verdict_of_a_coordinate_check() -> None:
     flat = {"activation/a": 0.0, "activation/logits": -0.5, "change/a": 0.1, "change/logits": -0.1}
     rows = coord_rows({"standard": flat | {"change/logits": 0.5}, "mup": flat})
-    slopes = coord_page.slopes_of(rows, ["a", "logits"])
+    slopes = coord.slopes_of(rows, ["a", "logits"])
     assert slopes["mup"]["activation"]["logits"] == pytest.approx(-0.5)
-    assert coord_page.verdict(slopes["mup"]).startswith("flat (")
+    assert coord.verdict(slopes["mup"]).startswith("flat (")
     wrong = "not flat (the change of logits has the power +0.50)"
-    assert coord_page.verdict(slopes["standard"]) == wrong
-    growing = coord_page.slopes_of(coord_rows({"mup": flat | {"activation/a": 0.3}}), ["a", "logits"])
-    assert coord_page.verdict(growing["mup"]) == "not flat (the activation of a has the power +0.30)"
+    assert coord.verdict(slopes["standard"]) == wrong
+    growing = coord.slopes_of(coord_rows({"mup": flat | {"activation/a": 0.3}}), ["a", "logits"])
+    assert coord.verdict(growing["mup"]) == "not flat (the activation of a has the power +0.30)"
 
 
 def test_sizes_may_have_several_options() -> None:
@@ -152,9 +152,9 @@ def test_a_study_of_sizes_runs_and_continues(small: Any, tmp_path: Path, capsys:
     # 12 C^2 weights of the block, C x 30 characters of the output layer, and the attention of 8 tokens.
     assert (int(done["n"]), int(done["flops_per_token"])) == (768 + 8 * 30, 6 * (768 + 8 * 30) + 12 * 8 * 8)
     assert 1 < float(done["val_loss"]) < 4
-    assert "too few sizes" in (tmp_path / "isoflop.md").read_text()
+    assert "too few sizes" in (tmp_path / "report.md").read_text()
     assert main(study) == 0, "finished points are not run again"
-    assert "2 points, 0 of them to run" in capsys.readouterr().out
+    assert "0 points, 0 at a time; not run: 1 impossible, 1 finished" in capsys.readouterr().out
 
 
 def test_models_of_every_width_are_alike() -> None:
@@ -179,7 +179,5 @@ def test_the_hook_measures_the_columns_of_the_study(small: Any, tmp_path: Path) 
     assert found.last("activation/logits") == pytest.approx(float(logits.abs().mean()), rel=1e-5)
     first, last = (x for x in found["change/blocks.0"] if math.isfinite(x))  # one line is the evaluation's
     assert 0 < first < last, "the first step is taken at half the learning rate"
-    after = [coord_page._after(tmp_path, [{"run_dir": "."}], step) for step in (1, 2)]
-    assert [float(row["change/blocks.0"]) for (row,) in after] == pytest.approx([first, last], rel=1e-5)
     with pytest.raises(ConfigError, match=r"needs unsplit layers: use train\.backend=DDP"):
         wordrun.Trainer(wordrun.compose([*words[:-1], "train.compile=true"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
@@ -15,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun.composer import compose
+from wordrun.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.sweep import grid, part, search
-from wordrun.sweep.folder import Sweep
-from wordrun.sweep.jobs import together
-from wordrun.sweep.options import LauncherOptions
-from wordrun.sweep.placements import divide
+from wordrun.study import part, search, sweep as sweeps
+from wordrun.study.options import LauncherOptions
+from wordrun.study.placements import divide
+from wordrun.study.sweep import together
 from wordrun.train.cli import main, sweep_points
 
 if TYPE_CHECKING:
@@ -56,7 +57,12 @@ def command(tmp_path: Path) -> list[str]:
 
 def sweep(command: list[str], *values: str, **options: Any) -> int:
     batch = [[f"x={value}", "y=0"] for value in values]
-    return grid.launch(Path("s"), command, LauncherOptions(**options), batch, lambda words, number: str(number))
+    return sweeps.launch(Path("s"), command, LauncherOptions(**options), batch, lambda words, number: str(number))
+
+
+def rows_of(folder: str) -> list[dict[str, str]]:
+    with Path(folder, "points.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_the_table_shows_the_metric_that_counts(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +71,7 @@ def test_the_table_shows_the_metric_that_counts(command: list[str], capfd: pytes
     Path(command[1]).write_text(text)
     assert sweep(command, "1", "2") == 0
     out = capfd.readouterr().out
-    assert "best val_hits 1.0000" in out
-    assert "best val_hits  overrides" in out
+    assert out.count("best val_hits 1.0000") == 2, "in a line and in the table"
 
 
 def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
@@ -81,29 +86,36 @@ def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
     assert "wordrun sweep s runs the unfinished points" in out
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row[1:2] == ["finished"] and row[-1].startswith("x=")] == ["0", "2"]
-    assert ["2", "finished", "3.0000", "x=3"] in [[*row[:2], *row[3:]] for row in rows]
+    assert ["2", "finished", "best", "val_loss", "3.0000", "x=3"] in [[*row[:2], *row[3:]] for row in rows]
 
     monkeypatch.delenv("FAIL")
     assert sweep(command, "0", "1", "2", "3", resume=True) == 0
     out = capfd.readouterr().out
-    assert "sweep s: 2 points, 1 at a time; 2 already finished or running" in out
+    assert "sweep s: 2 points, 1 at a time; not run: 2 finished" in out
     assert "sweep s: 4 finished" in out
+    assert [(row["point"], row["state"], row["best"]) for row in rows_of("s")] == [
+        ("0", "done", "1"), ("1", "done", "2"), ("2", "done", "3"), ("3", "done", "0")
+    ]  # fmt: skip
     runs = {number: len(Path(f"s/{number}/ids").read_text().split()) for number in range(4)}
     assert runs == {0: 1, 1: 2, 2: 1, 3: 1}, "points keep their directories, and a new one gets the next number"
     ids = {Path(f"s/{number}/ids").read_text().split()[-1] for number in range(4)}
     assert len(ids) == 4
     assert len(set(Path("s/1/ids").read_text().split())) == 1, "the run ID stays when a point is started again"
-    assert grid.main(["s"]) == 0
+    assert sweeps.main(["s"]) == 0
     assert "sweep s: 0 points" in capfd.readouterr().out
 
 
 def test_ctrl_c_ends_the_running_points_and_starts_no_other(command: list[str], start: Start, tmp_path: Path) -> None:
     """One line says so, the points end in good order, and the sweep can be continued."""
-    points = [{"number": n, "overrides": [f"x={n}", "wait=1"], "dir": str(n)} for n in range(3)]
-    facts = {"id": "a", "command": command, "options": {"parallel": 2}, "points": points}
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "sweep.json").write_text(json.dumps(facts))
-    process = start(sys.executable, "-m", "wordrun", "sweep", "s", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    (tmp_path / "run.py").write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from wordrun.study import options, sweep\n"
+        "batch = [[f'x={n}', 'wait=1'] for n in range(3)]\n"
+        "launcher = options.LauncherOptions(parallel=2)\n"
+        f"sys.exit(sweep.launch(Path('s'), {command}, launcher, batch, lambda words, number: str(number)))\n"
+    )
+    process = start(sys.executable, "run.py", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout
     seen = ""
     while "point 1  started" not in seen:
@@ -126,7 +138,7 @@ def host(count: int, slots: int, devices: int = 0, scheduler: str = "slurm", cor
 def test_points_are_placed_on_disjoint_nodes_or_parts_of_them() -> None:
     def places(job: Job, **options: Any) -> list[tuple[str, str]]:
         wanted = LauncherOptions(**options)
-        ranks = decide_ranks(parse([*wanted.ranks(), "x"]), job)
+        ranks = decide_ranks(parse([*wanted.launch(), "x"]), job)
         found = divide(wanted, job, ranks, threads_given=False)
         assert [each.number for each in found] == list(range(len(found)))
         return ["+".join(each.hosts) + f" {each.part}/{each.parts}" for each in found]
@@ -147,9 +159,9 @@ def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
     wanted = LauncherOptions(np=2, args="--launcher-args '-v -v'")
     job = host(1, 4, 4)
     places = divide(wanted, job, decide_ranks(parse(["-n", "2", "x"]), job), threads_given=False)
-    words = places[1].words(wanted, Path("hosts"))
+    words = places[1].words(wanted.launch(), Path("hosts"))
     assert words[:2] == ["-n", "2"]
-    assert words[-4:] == [sys.executable, "-m", "wordrun.sweep.part", "1/2"]
+    assert words[-4:] == [sys.executable, "-m", "wordrun.study.part", "1/2"]
     assert parse(words).launcher_args == ("-v", "-v", "--overlap")
     assert dict(parse(words).env) == {"OMP_NUM_THREADS": "2"}
     assert Path(str(parse(words).hostfile)).read_text() == "n1\n"
@@ -164,17 +176,17 @@ def test_points_in_a_pbs_job_name_their_hosts_and_are_warned_before_its_end() ->
     """PBS sends no signal before the time limit, and knows no steps."""
     wanted = LauncherOptions(nodes=1, ppn=4, args="--walltime-margin 60")
     job = host(2, 4, 4, scheduler="pbs")
-    places = divide(wanted, job, decide_ranks(parse([*wanted.ranks(), "x"]), job), threads_given=False)
-    options = [parse(place.words(wanted, Path("hosts"))) for place in places]
+    places = divide(wanted, job, decide_ranks(parse([*wanted.launch(), "x"]), job), threads_given=False)
+    options = [parse(place.words(wanted.launch(), Path("hosts"))) for place in places]
     assert [Path(str(each.hostfile)).read_text() for each in options] == ["n1\n", "n2\n"]
     assert [(each.walltime_margin, each.launcher_args) for each in options] == [(60.0, ())] * 2
-    assert parse(places[0].words(LauncherOptions(), Path("hosts"))).walltime_margin == 120
+    assert parse(places[0].words(["-n", "1"], Path("hosts"))).walltime_margin == 120
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_part_has_its_own_cores() -> None:
     show = "import os; print(sorted(os.sched_getaffinity(0)))"
-    words = [sys.executable, "-m", "wordrun.sweep.part"]
+    words = [sys.executable, "-m", "wordrun.study.part"]
     found = [
         json.loads(subprocess.run([*words, f"{each}/2", sys.executable, "-c", show], capture_output=True).stdout)
         for each in range(2)
@@ -224,16 +236,17 @@ def test_launcher_options_without_the_launcher_are_refused(capfd: pytest.Capture
 def test_a_folder_with_a_sweep_is_not_used_for_another(
     command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "s").mkdir()
-    file = tmp_path / "s" / "sweep.json"
-    file.write_text(json.dumps({"id": "a", "command": [], "options": {}, "points": [
-        {"number": 0, "overrides": ["x=1"], "dir": "0"}]}))  # fmt: skip
-    with pytest.raises(grid.ConfigError, match="already contains a sweep of 1 points: continue it with"):
+    assert sweep(command, "1") == 0
+    with pytest.raises(ConfigError, match="already contains a sweep of 1 points: continue it with"):
         sweep(command, "1")
+    file = tmp_path / "s" / "sweep.json"
+    file.write_text(json.dumps({"id": "a", "command": [], "options": {}, "points": []}))
+    assert sweeps.main(["s"]) == 2
+    assert "s has a sweep of an older version of wordrun: continue it with that version" in capfd.readouterr().err
     file.write_text("{")
-    assert grid.main(["s"]) == 2
+    assert sweeps.main(["s"]) == 2
     assert "sweep.json cannot be read" in capfd.readouterr().err
-    assert grid.main(["none"]) == 2
+    assert sweeps.main(["none"]) == 2
     assert "none contains no sweep" in capfd.readouterr().err
 
 
@@ -267,16 +280,14 @@ def test_points_are_submitted_one_per_job_or_several(
     assert "#SBATCH --nodes=2" in scripts[0]
     assert "#SBATCH --ntasks-per-node=2" in scripts[0]
     assert "#SBATCH --signal=USR1@" in scripts[0], "the points' ranks are warned"
-    saved = Sweep.load(tmp_path / "s")
-    assert saved
-    assert saved.options.points_per_job == 2
-    assert saved.jobs == {"0": "42", "1": "42", "2": "42"}
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["options"]["points_per_job"] == 2
+    assert [(row["state"], row["reason"]) for row in rows_of("s")] == [("submitted", "job 42")] * 3
 
     (bin_folder / "squeue").write_text("#!/bin/sh\necho $3 R\n")
     (bin_folder / "squeue").chmod(0o755)
     shutil.rmtree(tmp_path / "outputs")
     assert sweep(base, "1", "2", "3", resume=True, **options) == 0
-    assert "points not resubmitted, because their jobs are pending or running: 3" in capfd.readouterr().out
+    assert "sweep s: 0 points to submit; not run: 3 submitted" in capfd.readouterr().out
     assert not (tmp_path / "outputs").exists()
 
 
@@ -284,7 +295,7 @@ def test_more_points_than_a_queue_takes_are_refused_before_the_first_is_submitte
     command: list[str], tmp_path: Path
 ) -> None:
     options = {"np": 2, "submit": True, "walltime": "0:10:00", "queue": "debug", "args": "--site aurora --account A"}
-    with pytest.raises(grid.ConfigError, match=r"2 jobs: aurora's queue debug takes 1 job .*points_per_job=N"):
+    with pytest.raises(ConfigError, match=r"2 jobs: aurora's queue debug takes 1 job .*points_per_job=N"):
         sweep(command, "1", "2", **options)
     assert not (tmp_path / "outputs").exists()
 
@@ -297,7 +308,7 @@ def test_a_job_of_several_points_has_their_nodes() -> None:
     assert size(3, "-n", "2") == (3, 2)
     assert size(3, "-n", "2", job_nodes=2) == (2, 2)
     assert size(3, "-N", "2", "--ppn", "4") == (6, 4)
-    with pytest.raises(grid.ConfigError, match="job_nodes=1: one point needs 2 nodes"):
+    with pytest.raises(ConfigError, match="job_nodes=1: one point needs 2 nodes"):
         size(3, "-N", "2", "--ppn", "4", job_nodes=1)
 
 

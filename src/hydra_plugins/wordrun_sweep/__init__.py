@@ -12,7 +12,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from wordrun.sweep.options import LauncherOptions, SweeperOptions
+from wordrun.study.options import LauncherOptions, SweeperOptions
 
 ConfigStore.instance().store(group="hydra/launcher", name="wordrun", node=LauncherOptions, provider="wordrun")
 ConfigStore.instance().store(group="hydra/sweeper", name="wordrun_optuna", node=SweeperOptions, provider="wordrun")
@@ -26,14 +26,14 @@ class WordrunLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Remember what Hydra has composed; exit if the options are not valid, before anything is written."""
-        from wordrun.sweep import hydra_launcher
+        from wordrun.study import hydra_launcher
 
         self.context, self.config = hydra_context, config
         hydra_launcher.prepare(config, self.options)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the points; exit with their status unless all have finished."""
-        from wordrun.sweep import hydra_launcher
+        from wordrun.study import hydra_launcher
 
         if status := hydra_launcher.launch(self.context, self.config, self.options, job_overrides):
             raise SystemExit(status)
@@ -48,14 +48,14 @@ class OptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Remember what Hydra has composed; exit if the options are not valid, before anything is written."""
-        from wordrun.sweep import hydra_launcher
+        from wordrun.study import hydra_launcher
 
         self.context, self.composed = hydra_context, config
         hydra_launcher.prepare(config, self.options, hydra_launcher.launcher_options(config))
 
     def sweep(self, arguments: list[str]) -> None:
         """Search; exit with another status than 0 if not all points could be tried."""
-        from wordrun.sweep import hydra_launcher
+        from wordrun.study import hydra_launcher
 
         if status := hydra_launcher.search(self.context, self.composed, self.options, arguments):
             raise SystemExit(status)

@@ -96,9 +96,11 @@ def note(options: Options) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return ``text`` as a value for Hydra, in quotes, to be read as it is."""
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
-    return '"' + escaped.replace("${", "\\${") + '"'
+    """Return ``text`` as a value for Hydra, to be read as it is: in quotes if it has unusual characters."""
+    if re.fullmatch(r"[\w./+@:-]*/[\w./+@:-]*", text, re.ASCII):
+        return text
+    escaped = re.sub(r'(\\*)("|\$\{|$)', lambda found: found[1] * 2 + ("\\" + found[2] if found[2] else ""), text)
+    return f'"{escaped}"'
 
 
 def unquoted(text: str) -> str:
@@ -106,5 +108,4 @@ def unquoted(text: str) -> str:
     quote = text[:1]
     if len(text) < 2 or quote not in ("'", '"') or text[-1] != quote:
         return text
-    inside = re.sub(rf"(\\*)\\{quote}", lambda found: found[1][: len(found[1]) // 2] + quote, text[1:-1])
-    return inside.replace("\\${", "${")
+    return re.sub(rf"(\\+)({quote}|\$\{{|$)", lambda found: found[1][: len(found[1]) // 2] + found[2], text[1:-1])

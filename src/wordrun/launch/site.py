@@ -33,7 +33,7 @@ class Site:
     count_devices: bool = False
     """Whether jobs may hold only some of a node's devices: then the visible ones count instead of ``devices``."""
     network: float | None = None
-    """GB/s of the node's network adapters for each device, for ``plan``."""
+    """GB/s of the node's network adapters for each device, for ``launch --doctor``."""
     ranks_per_node: int | None = None
     """Default number of ranks; unset: one per device, else one."""
     cores: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -14,7 +13,6 @@ from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import Strategy
-from wordrun.plan.time import Speeds, step_time
 
 AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""
@@ -41,8 +39,6 @@ class Estimate:
     """Memory by train.activation_checkpointing, from the configured value to the one that saves most."""
     fits: str | None
     """The first kind of checkpointing with which the strategy fits."""
-    seconds: float | None = None
-    """Of an optimizer step with the configured checkpointing; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,8 @@ class Estimator:
         ConfigError: the configured backend cannot run on the devices with the numbers of sequences in the config.
     """
 
-    def __init__(self, cfg: Config, model: ModelShapes, hardware: Hardware, speeds: Speeds | None = None) -> None:
-        self.cfg, self.model, self.hardware, self.speeds = cfg, model, hardware, speeds
+    def __init__(self, cfg: Config, model: ModelShapes, hardware: Hardware) -> None:
+        self.cfg, self.model, self.hardware = cfg, model, hardware
         configured = cfg.train.activation_checkpointing
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
@@ -82,11 +78,7 @@ class Estimator:
         needs = {kind: memory(self.model, strategy, kind) for kind in kinds}
         room, host = self.hardware.usable, self.hardware.usable_host
         fits = [kind for kind in self.checkpointing if needs[kind].total <= room and needs[kind].host <= host]
-        seconds = None
-        if self.speeds is not None and not needs[self.checkpointing[0]].host:  # offload takes longer
-            with contextlib.suppress(ConfigError):  # no estimate, or no known bandwidth
-                seconds = step_time(self.model, strategy, self.checkpointing[0], self.speeds).total
-        return Estimate(strategy, needs, fits[0] if fits else None, seconds)
+        return Estimate(strategy, needs, fits[0] if fits else None)
 
     def strategy(self, name: str, backend: BackendConfig) -> Strategy:
         """Return the strategy for ``backend``, with the configured number of sequences per step.

@@ -15,7 +15,7 @@ from wordrun.devices import VARIANTS
 from wordrun.plan import show
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Estimator
-from wordrun.plan.options import CPU, PlanConfig, hardware, ranks_for_launch, speeds
+from wordrun.plan.options import CPU, PlanConfig, hardware, ranks_for_launch
 from wordrun.plan.shapes import shapes_of
 
 USAGE = """\
@@ -73,8 +73,7 @@ def plan(arguments: Sequence[str]) -> show.Report:
             f"plan.device={target.kind} is not: use train.float8=none, or another plan.device"
         )
     size, source = vocabulary(cfg)
-    model = shapes_of(cfg.model, size)
-    estimator = Estimator(cfg, model, target, speeds(options, model, cfg.train.dtype))
+    estimator = Estimator(cfg, shapes_of(cfg.model, size), target)
     rows = estimator.rows()
     advice = advise(estimator, rows)
     launch = ["launch", *ranks_for_launch(options, target)]

@@ -20,8 +20,10 @@ from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConf
 from wordrun.plan.activations import activation_memory, kept_logits
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import FP32, Strategy, in_flight, on_island, stages_of
-from wordrun.plan.traffic import DEEPSPEED_BUCKET, Stages, messages, reduce_size, traffic
+from wordrun.plan.traffic import Stages, messages, reduce_size, traffic
 
+DEEPSPEED_BUCKET = 500_000_000
+"""Number of elements that DeepSpeed gathers or reduces at once by default."""
 DEEPSPEED_LIVE = 1_000_000_000
 """Default maximum number of gathered elements that ZeRO-3 keeps (stage3_max_live_parameters)."""
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from wordrun.devices import VARIANTS
 from wordrun.errors import ConfigError, nearest
 from wordrun.launch import site_files
 from wordrun.launch.site import Site
-from wordrun.plan.shapes import ModelShapes
-from wordrun.plan.time import Speeds, assumed, load_bandwidth, load_speeds, of_network
 from wordrun.validation import one_of, positive
 
 DEFAULT = "a100-40"
@@ -40,10 +37,6 @@ class PlanConfig:
     """Fraction of a device's memory to leave free: driver context, communication library, fragmentation."""
     host_memory: float | None = None
     """Host memory per node in GiB, which must hold offloaded data; null: not checked."""
-    speeds: str | None = None
-    """File of wordrun.study.calibrate with the device's speeds, for the time of a step; null: from its peak FLOP/s."""
-    bandwidth: str | None = None
-    """bandwidth.json of test_dist --bench, for the time of a step; null: from the site's network."""
 
 
 @dataclass(frozen=True)
@@ -135,26 +128,6 @@ def ranks_for_launch(options: PlanConfig, target: Hardware) -> list[str]:
         return ["-N", str(target.nodes), "--ppn", str(target.per_node)]
     # Without devices, launch starts a single process.
     return [] if target.on_cpu and target.devices == 1 else ["-n", str(target.devices)]
-
-
-def speeds(options: PlanConfig, model: ModelShapes, dtype: str) -> Speeds | None:
-    """Return the speeds of the devices described by ``options``; None: neither they nor the peak FLOP/s are known.
-
-    Raises:
-        ConfigError: a file cannot be read or is something else.
-    """
-    site = _site(options.site) if options.site else None
-    device, _ = VARIANTS.get(options.device or (site.device if site else "") or DEFAULT, (None, 0.0))
-    peak = device and (device.peak_fp32 if dtype == "fp32" else device.peak_half)
-    if options.speeds:
-        found = load_speeds(Path(options.speeds))
-    elif peak:
-        found = assumed(model, peak)
-    else:
-        return None
-    if options.bandwidth:
-        return replace(found, bandwidth=load_bandwidth(Path(options.bandwidth)))
-    return replace(found, bandwidth=of_network(site.network)) if site and site.network else found
 
 
 def _site(name: str) -> Site:

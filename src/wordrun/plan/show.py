@@ -27,10 +27,10 @@ FOOT = (
 ASSUMED_DEVICE = "assumed; plan.device=NAME for another, plan.device=cpu for CPUs"
 SIZES = ("param", "grad", "optim", "act none", "selective", "full", "logits", "buffers", "total")
 """Columns of memory."""
-LAST = SENT, TIME, BUBBLE = ("sent/step", "s/step", "bubble (2 stages)")
+LAST = SENT, BUBBLE = ("sent/step", "bubble (2 stages)")
 """Columns after ``fits``."""
 IN_BYTES = (*SIZES, SENT)
-LEFT_OUT_FIRST = ("buffers", "logits", BUBBLE, "full", "selective", "act none", "optim", "grad", "param", TIME, SENT)
+LEFT_OUT_FIRST = ("buffers", "logits", BUBBLE, "full", "selective", "act none", "optim", "grad", "param", SENT)
 """Columns that a narrow terminal does not get, the first one first."""
 WIDEST = 1000
 """Characters, more than any table."""
@@ -78,7 +78,6 @@ def _row(row: Estimate | Unavailable) -> dict[str, Any]:
         "layout": {**_layout(strategy), "ep": strategy.layout.ep},
         "fits_with": row.fits,
         "bubble": bubble(strategy),
-        "seconds_per_step": row.seconds,
         "memory": {kind: {**asdict(each), "total": each.total} for kind, each in row.memory.items()},
     }
 
@@ -138,7 +137,7 @@ def _machine(hardware: Hardware) -> str:
 def _run(estimator: Estimator) -> str:
     model, train = estimator.model, estimator.cfg.train
     # Products keep their factors in bf16 and cast them each time; how much faster they are has not been measured.
-    float8 = f" (float8 products, {train.float8}: memory and time as in bf16)" if train.float8 != "none" else ""
+    float8 = f" (float8 products, {train.float8}: memory as in bf16)" if train.float8 != "none" else ""
     sequences = _several(estimator.cfg.model.batch_size, "sequence")
     return (
         f"{train.dtype}{float8}, {sequences} of {model.cfg.block_size} tokens per rank and micro-step, "
@@ -185,7 +184,6 @@ def _cells(row: Estimate | Unavailable, configured: str, unit: str) -> dict[str,
         **{head: _size(figure, unit) for head, figure in zip(SIZES, figures, strict=True)},
         "fits": "no" if row.fits is None else "yes" if row.fits == configured else f"with {row.fits}",
         SENT: _size(need.sent, unit),
-        TIME: "" if row.seconds is None else f"{row.seconds:.3g}",
         BUBBLE: _bubbles(row.strategy),
     }
 

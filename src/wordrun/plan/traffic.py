@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step: by which operation, to how many ranks, in messages of which size.
+"""What a rank sends in an optimizer step: by which operation, and to how many ranks.
 
 To plan another backend, register a function for its config: ``traffic.register(MyConfig)``.
 """
@@ -20,8 +20,6 @@ TENSOR_PASSES = 8
 """Messages of tensor parallelism in both passes of a block: as many all-gathers as reduce-scatters."""
 TENSOR_ENDS = 2
 """The same for the embedding, and for the output layer."""
-DEEPSPEED_BUCKET = 500_000_000
-"""Number of elements that DeepSpeed gathers or reduces at once by default."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,7 @@ class Traffic:
     ranks: int
     """Ranks in the group."""
     sent: float
-    """Bytes that each rank sends in all."""
-    message: float
-    """Bytes of the largest buffer of one call."""
-    copied: float = 0.0
-    """Bytes that each rank writes into new memory for it, besides what the model's passes allocate."""
+    """Bytes that each rank sends."""
 
 
 @singledispatch
@@ -53,25 +47,16 @@ def traffic(options: BackendConfig, model: ModelShapes, strategy: Strategy, pp_r
 @traffic.register(DDPConfig)
 def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     ranks, size = strategy.layout.dp, 2 if options.compress == "bf16" else FP32
-    total = size * numel(model.stage(model.layers))
-    return [Traffic("all_reduce", ranks, ring(2, ranks) * total, min(total, options.bucket_cap_mb * 2**20))]
+    return [Traffic("all_reduce", ranks, ring(2, ranks) * size * numel(model.stage(model.layers)))]
 
 
 @traffic.register(DeepSpeedConfig)
 def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     ranks, stage = strategy.layout.dp, options.stage
     total = strategy.compute * model.parameters
-    bucket = strategy.compute * min(model.parameters, options.bucket_elements or DEEPSPEED_BUCKET)
     sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
     gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
-    # Gradients go into buckets (at stage 3 from there into another, in the order of the ranks that get them), a rank's
-    # part of them to its optimizer, and the updated part back.
-    buckets = 2 if stage == 3 else 1
-    copied = total * ((buckets + 1 / ranks) * (strategy.gas if stage >= 2 else 1) + 2 / ranks)
-    return [
-        Traffic("reduce_scatter", ranks, total * sums, bucket, copied),
-        Traffic("all_gather", ranks, total * gathers, bucket, total * 2 * strategy.gas if stage == 3 else 0.0),
-    ]
+    return [Traffic("reduce_scatter", ranks, total * sums), Traffic("all_gather", ranks, total * gathers)]
 
 
 @traffic.register(FSDPConfig)
@@ -93,7 +78,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
     incoming, message = messages(options, model, strategy, stages)
     return [
         *_sharding(model, strategy, options, stages, 1, 1),
-        Traffic("point_to_point", strategy.layout.pp, incoming * message, message),
+        Traffic("point_to_point", strategy.layout.pp, incoming * message),
         *_tensor(model, strategy, stages),
         *context_traffic(model, strategy, stages),
     ]
@@ -104,10 +89,10 @@ def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_ra
     """An island's own traffic, and the exchange among islands, as its share of a step."""
     mine, islands = on_island(strategy, options), strategy.layout.islands
     total = options.bytes_per_weight * numel(model.stage(model.layers), shard=mine.layout.shards)
-    once, message = ring(1, islands) * total / options.sync_every, total / options.fragments
-    exchange = [Traffic("all_reduce", islands, 2 * once, message)]
+    once = ring(1, islands) * total / options.sync_every
+    exchange = [Traffic("all_reduce", islands, 2 * once)]
     if options.exchange_bits < 32:
-        exchange = [Traffic(each, islands, once, message) for each in ("all_to_all", "all_gather")]
+        exchange = [Traffic(each, islands, once) for each in ("all_to_all", "all_gather")]
     return [*traffic(mine.backend, model, mine, pp_rank), *exchange]
 
 
@@ -135,17 +120,14 @@ def _sharding(
     """Return what is sent to gather parameters ``gathers`` times and to average gradients ``sums`` times."""
     at, size = strategy.layout, reduce_size(strategy, options)
     count = sum(numel(model.stage(layers), at.tp, ep=at.ep) for layers in stages)
-    block, once = numel(model.block, at.tp, ep=at.ep), count * ring(1, at.shards)
+    once = count * ring(1, at.shards)
     if at.ep > 1:  # experts are gathered by fewer ranks
         experts = sum(len(layers) for layers in stages) * numel([p for p in model.block if p.expert], ep=at.ep)
         once -= experts * (ring(1, at.shards) - ring(1, at.expert_shard))
-    # Gathered into a buffer, and copied from there; gradients are copied into a buffer, of which a part remains.
-    total = count * (at.shards > 1)
-    copied = 2 * total * strategy.compute * gathers, (1 + 1 / at.shards) * total * size * sums
     return [
-        Traffic("all_gather", at.shards, once * strategy.compute * gathers, block * strategy.compute, copied[0]),
-        Traffic("reduce_scatter", at.shards, once * size * sums, block * size, copied[1]),
-        Traffic("all_reduce", at.replicate, count * ring(2, at.replicate) * size / at.shards, block * size / at.shards),
+        Traffic("all_gather", at.shards, once * strategy.compute * gathers),
+        Traffic("reduce_scatter", at.shards, once * size * sums),
+        Traffic("all_reduce", at.replicate, count * ring(2, at.replicate) * size / at.shards),
     ]
 
 
@@ -160,7 +142,7 @@ def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traf
     passes = TENSOR_PASSES * sum(len(layers) for layers in stages) + TENSOR_ENDS * ends
     size = strategy.tokens * model.cfg.n_embd * strategy.compute
     half = passes / 2 * ring(1, tp) * size * strategy.gas
-    return [Traffic("all_gather", tp, half, size), Traffic("reduce_scatter", tp, half, size)]
+    return [Traffic("all_gather", tp, half), Traffic("reduce_scatter", tp, half)]
 
 
 def _experts(model: ModelShapes, strategy: Strategy) -> list[Traffic]:
@@ -172,7 +154,7 @@ def _experts(model: ModelShapes, strategy: Strategy) -> list[Traffic]:
     if at.ep == 1 or not isinstance(cfg, MoEConfig):
         return []
     size = strategy.tokens * cfg.n_active * cfg.n_embd * strategy.compute
-    return [Traffic("all_to_all", at.ep, 4 * strategy.gas * cfg.n_layer * ring(1, at.ep) * size, size)]
+    return [Traffic("all_to_all", at.ep, 4 * strategy.gas * cfg.n_layer * ring(1, at.ep) * size)]
 
 
 def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | None = None) -> list[Traffic]:
@@ -189,14 +171,10 @@ def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | Non
     calls = strategy.gas * sum(len(layers) for layers in ([model.layers] if stages is None else stages))
     kind = context_attention(strategy.backend, strategy.cfg, at)
     if kind == "heads":
-        there, back = ((strategy.tokens * each * strategy.compute) for each in (width + keys, width))
-        return [Traffic("all_to_all", at.cp, 2 * calls * ring(1, at.cp) * each, each) for each in (there, back)]
+        both = strategy.tokens * (2 * width + keys) * strategy.compute
+        return [Traffic("all_to_all", at.cp, 2 * calls * ring(1, at.cp) * both)]
     part = strategy.tokens * keys
     sent, returned = 2 * (at.cp - 1) * part * strategy.compute, (at.cp - 1) * part * FP32
     if kind == "gather":
-        message = part * max(1, at.cp * at.tp / cfg.key_heads())  # a few heads at a time
-        return [
-            Traffic("all_gather", at.cp, calls * sent, message * strategy.compute),
-            Traffic("reduce_scatter", at.cp, calls * returned, message * FP32),
-        ]
-    return [Traffic("point_to_point", at.cp, calls * (sent + returned + part * FP32), part * FP32)]
+        return [Traffic("all_gather", at.cp, calls * sent), Traffic("reduce_scatter", at.cp, calls * returned)]
+    return [Traffic("point_to_point", at.cp, calls * (sent + returned + part * FP32))]

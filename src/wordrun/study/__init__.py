@@ -1,1 +1,1 @@
-"""``wordrun study``: measure a series of runs, and make a table, a figure and a page of them."""
+"""Studies, sweeps and searches: many runs of one command with different options, each a launch of its own."""

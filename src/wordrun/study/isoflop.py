@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from wordrun.checks import accumulation, require_transformer
 from wordrun.composer import compose
@@ -17,9 +20,12 @@ from wordrun.layouts import layout
 from wordrun.plan.cli import vocabulary
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
-from wordrun.study import isoflop_page
-from wordrun.study.points import IMPOSSIBLE, Points, StudyPoint, positive_numbers
-from wordrun.study.runner import conduct, look, new_parser, parse_study
+from wordrun.study import report
+from wordrun.study.conduct import conduct, new_parser, parse_study
+from wordrun.study.fits import Optimum, PowerLaw, minimum, power_law
+from wordrun.study.placements import look
+from wordrun.study.points import DONE, Point, Points, number, positive_numbers
+from wordrun.study.report import Row
 
 DESCRIPTION = """\
 Train models of several sizes, each until it has used the same number of floating-point operations (FLOPs), and find the
@@ -30,7 +36,7 @@ size with the lowest validation loss: an IsoFLOP study (Hoffmann et al. 2022, ap
 
 A size may have several options: model.n_embd=64:model.n_head=2,model.n_embd=128:model.n_head=4. For each budget, a
 parabola is fitted to the losses over the logarithm of the size, and a power law to the minima. Call it again to
-continue: finished points are skipped. DIR receives points.csv, isoflop.md, isoflop.csv, isoflop.png and .svg.
+continue: finished points are skipped. DIR receives points.csv, report.md, isoflop.csv and isoflop.png.
 """
 VERSION = 1
 """Of the columns."""
@@ -43,6 +49,15 @@ CHOSEN = ("train.max_iters", "train.eval_interval", *FIXED)
 """Options that the study chooses."""
 LEAST = 20
 """Steps below which a run says nothing about its size."""
+HEADS = {
+    "budget": "budget [FLOPs]", "sizes": "sizes", "n": "best N", "n_relative_error": "relative error",
+    "tokens": "tokens D", "tokens_per_n": "D / N", "loss": "loss",
+}  # fmt: skip
+NOTES = """\
+N counts the weights of matrix products: the blocks' and the output layer's, without embeddings. FLOPs are wordrun's own
+count, 6 N and the attention's share for each token. The best N is the minimum of a parabola in log N, and its error the
+standard error that follows from the scatter of the losses around it; D is interpolated between the runs. Minima outside
+the range of trained sizes are extrapolated, and the power laws leave them out."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,10 +68,13 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parse(argv)
     return conduct(
-        args, Points(args.out, "isoflop", VERSION, COLUMNS), partial(_points, args), measured,
-        lambda folder, rows: isoflop_page.write(folder, rows, ["wordrun", "study", "isoflop", *argv]),
+        args,
+        Points(args.out, "isoflop", VERSION, COLUMNS),
+        lambda: _points(args),
+        measured,
+        lambda folder, rows: write(folder, rows, ["wordrun", "study", "isoflop", *argv]),
         lambda row: f"validation loss {row['val_loss']}",
-    )  # fmt: skip
+    )
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,11 +102,11 @@ def _sizes(text: str) -> list[list[str]]:
     return found
 
 
-def _points(args: argparse.Namespace, file: Points) -> Iterator[StudyPoint]:
-    """Yield the points, the smallest budget first; those that the budget or the options rule out are recorded."""
+def _points(args: argparse.Namespace) -> Iterator[Point]:
+    """Yield the points, the smallest budget first."""
     base = compose(args.overrides)
     require_transformer(base, " is not one of wordrun's transformers, whose FLOPs are known")
-    vocab_size, ranks = _vocab_size(base), look(args, ())[1]
+    vocab_size, ranks = _vocab_size(base), look(args.launch, submit=args.submit)
     for budget in args.budgets:
         for words in args.sizes:
             size = ":".join(word.removeprefix("model.") for word in words)
@@ -101,11 +119,7 @@ def _points(args: argparse.Namespace, file: Points) -> Iterator[StudyPoint]:
                 overrides += more
             except ConfigError as error:
                 problem = first_line(error)
-            point = StudyPoint(name, tuple(overrides), (), columns)
-            if problem:
-                file.check([point])
-                file.put(point, IMPOSSIBLE, problem)
-            yield point
+            yield Point(name, args.out / "runs" / name, tuple(overrides), (), columns, problem=problem)
 
 
 def _vocab_size(cfg: Config) -> int:
@@ -149,7 +163,7 @@ def _run_of(
     return columns, [f"{key}={value}" for key, value in more.items()]
 
 
-def measured(point: StudyPoint, run: RunRecord) -> dict[str, Any]:
+def measured(run: RunRecord) -> dict[str, Any]:
     """Return the losses of a finished run.
 
     Raises:
@@ -160,3 +174,123 @@ def measured(point: StudyPoint, run: RunRecord) -> dict[str, Any]:
     if loss is None:
         raise UserError("it logged no validation loss")
     return {"loss": found.training.last("loss"), "val_loss": loss}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The runs with one budget, and the best size."""
+
+    flops: float
+    points: Sequence[tuple[float, float, float]]
+    """N, tokens and loss of each run, by N."""
+    best: Optimum | None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the best size, interpolated between the runs."""
+        assert self.best is not None
+        sizes, tokens, _ = zip(*self.points, strict=True)
+        return float(np.exp(np.interp(np.log(self.best.x), np.log(sizes), np.log(tokens))))
+
+
+def write(folder: Path, rows: Sequence[Row], command: Sequence[str]) -> list[Path]:
+    """Write report.md, isoflop.csv and isoflop.png; return their paths.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    found = budgets(rows)
+    laws = fitted(found)
+    text = ["# Best model size for each budget", ""]
+    for name, what in (("n", "N"), ("tokens", "D")):
+        if law := laws.get(name):
+            text.append(f"- {what} = {law.factor:.3g} C^{shown(law.exponent, law.error)}")
+    if not laws:
+        text.append("- no power law: it needs the minima of at least two budgets")
+    table, figures = [_values(each) for each in found], {"isoflop": _draw(found, laws.get("n"))}
+    return report.write(folder, "isoflop", text, HEADS, table, figures, [NOTES], rows, command)
+
+
+def budgets(rows: Sequence[Row]) -> list[Budget]:
+    """Return the budgets with finished points, the smallest first, each with its fit."""
+    groups: dict[float, list[tuple[float, float, float]]] = {}
+    for row in rows:
+        n, tokens, loss = (number(row, name) for name in ("n", "tokens", "val_loss"))
+        if row["state"] == DONE and None not in (n, tokens, loss):
+            groups.setdefault(float(row["budget"]), []).append((n or 0.0, tokens or 0.0, loss or 0.0))
+    return [
+        Budget(flops, sorted(points), minimum([n for n, _, _ in points], [loss for _, _, loss in points]))
+        for flops, points in sorted(groups.items())
+    ]
+
+
+def fitted(found: Sequence[Budget]) -> dict[str, PowerLaw]:
+    """Return the best N and its tokens as powers of the budget; empty with fewer than two minima."""
+    inside = [(each, each.best) for each in found if each.best is not None and each.best.inside]
+    if len(inside) < 2:
+        return {}
+    flops, errors = [each.flops for each, _ in inside], [best.error for _, best in inside]
+    return {
+        "n": power_law(flops, [best.x for _, best in inside], errors),
+        # At a given budget, twice the size leaves about half the tokens: the relative errors are the same.
+        "tokens": power_law(flops, [each.tokens for each, _ in inside], errors),
+    }
+
+
+def shown(value: float, error: float | None) -> str:
+    """Return a value with its error, if it is known."""
+    return f"{value:.3f}" if error is None else f"({value:.3f} ± {error:.3f})"
+
+
+def _values(each: Budget) -> dict[str, Any]:
+    """Return the values of HEADS."""
+    best = each.best
+    values: dict[str, Any] = {"budget": f"{each.flops:g}", "sizes": len(each.points)}
+    if best is None:
+        why = "no minimum" if len(each.points) > 2 else "too few sizes"
+    elif not best.inside:
+        why = "below the smallest" if best.x < each.points[0][0] else "above the largest"
+    else:
+        ratio = each.tokens / best.x
+        return {**values, "n": best.x, "n_relative_error": best.error, "tokens": each.tokens, "tokens_per_n": ratio,
+                "loss": f"{best.y:.4f}"}  # fmt: skip
+    return {**dict.fromkeys(HEADS), **values, "n": why}
+
+
+def _draw(found: Sequence[Budget], law: PowerLaw | None) -> Any:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    image, (left, right) = report.panels(["loss of each size", "best size of each budget"], same_y=False)
+    for each, color in zip(found, report.colors(len(found)), strict=True):
+        sizes = [n for n, _, _ in each.points]
+        left.plot(sizes, [loss for _, _, loss in each.points], "o", ms=4, color=color, label=f"{each.flops:.3g} FLOPs")
+        best = each.best
+        if best is None:
+            continue
+        span = np.geomspace(sizes[0], sizes[-1], 100)
+        left.plot(span, [best.at(x) for x in span], lw=1, color=color)
+        if best.inside:
+            left.plot(best.x, best.y, "*", ms=11, color=color)
+            right.errorbar(each.flops, best.x, yerr=_bar(best), fmt="*", ms=10, capsize=3, color=color)
+    left.set(xscale="log", xlabel="N (weights of matrix products)", ylabel="validation loss [nats/token]")
+    left.legend(frameon=False, fontsize=8)
+    if law:
+        _line(right, found, law)
+    right.set(xscale="log", yscale="log", xlabel="budget C [FLOPs]", ylabel="best N")
+    for axis in (left.xaxis, right.xaxis, right.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e+0", "e").replace("e+", "e"))
+        axis.set_minor_locator(NullLocator())
+    return image
+
+
+def _bar(best: Optimum) -> Any:
+    """Return the lengths of the error bars below and above; the error is one of the logarithm."""
+    return None if best.error is None else [[best.x * (1 - np.exp(-best.error))], [best.x * (np.exp(best.error) - 1)]]
+
+
+def _line(axes: Any, found: Sequence[Budget], law: PowerLaw) -> None:
+    flops = np.geomspace(found[0].flops / 1.5, found[-1].flops * 1.5, 50)
+    label = f"N = {law.factor:.2g} C^{shown(law.exponent, law.error)}"
+    axes.plot(flops, [law.at(x) for x in flops], "--", lw=1, color="gray", label=label)
+    axes.legend(frameon=False, fontsize=8)

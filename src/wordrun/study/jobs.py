@@ -1,78 +1,91 @@
-"""The points of a study as jobs: how they are submitted, and what has become of them."""
+"""Points as jobs: how they are submitted, and what has become of them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from wordrun.errors import UserError
-from wordrun.launch import limits, site_files
+from wordrun.launch import limits, site_files, submit as launch_submit
+from wordrun.launch.freeze import describe
 from wordrun.launch.parser import parse
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler
-from wordrun.launch.submit import scheduler_of
+from wordrun.run_id import new_run_id
+from wordrun.study.points import SUBMITTED, Point, Points
+
+Job = Callable[[Sequence[Point]], Options]
+"""Returns the options of launch that submit some points as one job."""
 
 
-def named(launch: Sequence[str], point: str) -> list[str]:
-    """Return the options ``launch`` with those that submit a point, whose job has its name unless they name it."""
+def named(launch: Sequence[str], point: Point, command: Sequence[str], kind: str = "") -> Options:
+    """Return the options of launch that submit ``command`` as a job with the name of ``point``.
+
+    Raises:
+        ConfigError: an option is not valid.
+    """
+    options = parse([*launch, "--submit", "--", *command])
     asked = any(word.partition("=")[0] == "--job-name" for word in launch)
-    return [*launch, "--submit", *([] if asked else ["--job-name", re.sub(r"[^\w.+-]", "-", point)])]
+    words = [*([options.job_name] if asked else []), kind, point.name]
+    return replace(options, job_name=re.sub(r"[^\w.+-]", "-", "-".join(filter(None, words))))
 
 
-def check(launches: Sequence[Sequence[str]], waiting: int) -> None:
-    """Refuse more jobs than a queue takes, before the first is submitted.
+def check(table: Points, options: Options, count: int, remedy: str) -> None:
+    """Refuse jobs before the first is submitted, if something is wrong with their options, or a queue takes fewer.
 
     Args:
-        launches: the options of launch for each point.
-        waiting: how many jobs of earlier calls wait or run.
+        table: the points' table.
+        options: those of the first job.
+        count: how many jobs are to be submitted.
+        remedy: what to do if a queue does not take so many.
 
     Raises:
-        ConfigError: names the queue and its limit.
+        ConfigError: an option is missing or not allowed.
     """
-    parsed = [parse([*launch, "--", "wordrun"]) for launch in launches]
-    remedy = "or submit the study as one job: launch --submit ... -- wordrun study ... without its own --submit"
-    for queue in dict.fromkeys(options.queue for options in parsed):
-        options = [each for each in parsed if each.queue == queue]
-        site, _ = site_files.find(options[0].site, socket.gethostname(), os.environ)
-        limits.check_points(options[0], site, waiting + len(options), remedy)
+    site, _ = site_files.find(options.site, socket.gethostname(), os.environ)
+    waiting = {row["reason"] for row in table.rows.values() if row["state"] == SUBMITTED}
+    limits.check_points(options, site, len(waiting) + count, remedy)
+    launch_submit.send(replace(options, dry_run=True))
 
 
-def submit(point: str, command: Sequence[str], env: Mapping[str, str]) -> str:
-    """Submit a point by ``command``, a launch with --submit --json; return the ids of its jobs.
+def submit(table: Points, chunks: Sequence[Sequence[Point]], job: Job) -> None:
+    """Submit a job for each of ``chunks``, which all run the same copy of the code, and record their points.
 
     Raises:
-        UserError: the options are wrong, or the scheduler refuses the job.
+        SubmitError: the scheduler refuses a job; those before it stay submitted.
     """
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise UserError(f"cannot submit {point}: {done.stderr.strip()}")
-    return " ".join(json.loads(done.stdout)["jobs"])
+    freezes = not job(chunks[0]).no_freeze
+    frozen = launch_submit.freeze_for(launch_submit.job_path(table.study)) if freezes else None
+    for chunk in chunks:
+        for point in chunk:
+            point.clear()
+        options = replace(job(chunk), no_freeze=frozen is None)
+        done = launch_submit.send(options, chunk[0].run_id or new_run_id(), frozen)
+        table.put(chunk, SUBMITTED, f"job {' '.join(done.jobs)}")
+        names = ", ".join(point.name for point in chunk)
+        print(f"point{'s' * (len(chunk) > 1)} {names}: job {' then '.join(done.jobs)} ({done.path})", flush=True)
+    print(describe(frozen))
 
 
-def are_left(launch: Sequence[str], ids: Sequence[str]) -> bool | None:
+def are_left(options: Options, ids: Sequence[str]) -> bool | None:
     """Return whether one of the jobs ``ids`` waits or runs; None: their scheduler does not answer.
 
     Args:
-        launch: the options of launch that submitted them.
+        options: those of launch that submitted them.
         ids: the scheduler's ids.
     """
-    _, scheduler = _submission(launch)
+    scheduler = _scheduler(options)
     answers = {scheduler.has_job(each) for each in ids}
     return True if True in answers else None if None in answers else False
 
 
-def output(launch: Sequence[str], job_id: str) -> Path:
-    """Return the file with the output of the job ``job_id``, which the options ``launch`` submitted."""
-    options, scheduler = _submission(launch)
-    return Path(scheduler.output.format(name=options.job_name, number=job_id.partition(".")[0]))
+def output(options: Options, job_id: str) -> Path:
+    """Return the file with the output of the job ``job_id``, which the ``options`` of launch submitted."""
+    return Path(_scheduler(options).output.format(name=options.job_name, number=job_id.partition(".")[0]))
 
 
-def _submission(launch: Sequence[str]) -> tuple[Options, Scheduler]:
-    """Return the options ``launch`` as parsed, and the scheduler that they submit to."""
-    options = parse([*launch, "--", "wordrun"])
-    return options, scheduler_of(options, site_files.find(options.site, socket.gethostname(), os.environ)[0])
+def _scheduler(options: Options) -> Scheduler:
+    return launch_submit.scheduler_of(options, site_files.find(options.site, socket.gethostname(), os.environ)[0])

@@ -6,20 +6,21 @@ import argparse
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from wordrun import layouts
 from wordrun.composer import compose
-from wordrun.config import Config
 from wordrun.errors import ConfigError, UserError, first_line, nearest
 from wordrun.launch.request import Ranks
 from wordrun.registry import backends
 from wordrun.runs import metrics
 from wordrun.runs.record import RunRecord
-from wordrun.study import estimate, page
-from wordrun.study.estimate import Estimates
-from wordrun.study.points import FAILED, IMPOSSIBLE, Points, StudyPoint
-from wordrun.study.runner import conduct, look, new_parser, parse_study
+from wordrun.study import report
+from wordrun.study.conduct import conduct, new_parser, parse_study
+from wordrun.study.placements import look
+from wordrun.study.points import DONE, Point, Points, number
+from wordrun.study.report import Row
 
 DESCRIPTION = """\
 Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
@@ -30,7 +31,8 @@ Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
 
 Each point trains --steps steps to warm up and then --repeats times --steps steps, which are measured: the result is the
 median, with the minimum and the maximum as error bars. In a job of several nodes, points run side by side on different
-nodes. Call it again to continue: finished points are skipped. DIR receives points.csv, scaling.md, .png and .svg.
+nodes. Call it again to continue: finished points are skipped. DIR receives points.csv, report.md, scaling.csv and
+scaling.png.
 """
 BACKENDS = """\
 backends to compare, separated by commas, each with options if needed: DDP,FSDP:reshard_after_forward=false,3D:pp=2:tp=2
@@ -38,11 +40,11 @@ backends to compare, separated by commas, each with options if needed: DDP,FSDP:
 STRONG = """\
 the same global batch for all points (default): train.global_batch_size, or else what the largest number of ranks takes
 without accumulation"""
-VERSION = 2
+VERSION = 3
 """Of the columns."""
 COLUMNS = (
     "backend", "scaling", "global_batch", "step_s", "step_s_min", "step_s_max", "tps", "tps_min", "tps_max", "mfu",
-    "memory_gib", "planned_step_s", "planned_memory_gib", "planned_sent_gib",
+    "memory_gib",
 )  # fmt: skip
 FIXED = {
     "train.eval_interval": "0", "train.checkpoint_interval": "0", "train.sample_interval": "0",
@@ -51,6 +53,16 @@ FIXED = {
 """Options of every run: nothing but steps is measured."""
 CHOSEN = ("train.max_iters", "train.log_interval", "train.backend", *FIXED)
 """Options that the study chooses."""
+HEADS = {
+    "tps": "tokens/s", "tps_min": "min", "tps_max": "max", "speed_up": "speed-up", "efficiency": "efficiency",
+    "step_ms": "step [ms]", "mfu": "MFU [%]", "memory_gib": "memory [GiB]",
+    "node_hours": "node hours per 10^9 tokens",
+}  # fmt: skip
+NOTES = """\
+Tokens/s are the median of {measurements} of {steps} steps each, after {steps} steps to warm up; min and max are
+the slowest and the fastest measurement. Speed-up and efficiency refer to the fastest backend on {least}. MFU is the
+share of the devices' peak floating-point operations (- where the peak is unknown). Memory is the highest peak of any
+rank, on CPUs of the whole process. Node hours count whole nodes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,14 +72,14 @@ def main(argv: Sequence[str]) -> int:
         UserError: options are wrong, or results cannot be written.
     """
     args = _parse(argv)
-    study = page.Study(
-        ("wordrun", "study", "scaling", *argv), "ranks" if args.ranks else "nodes", args.steps, args.repeats
-    )
     return conduct(
-        args, Points(args.out, "scaling", VERSION, COLUMNS),
-        lambda file: _points(args, file, Estimates(file.folder, args)), lambda point, run: measured(run, args.steps),
-        lambda folder, rows: page.write(folder, rows, study), lambda row: f"{float(row['tps']):,.0f} tokens/s",
-    )  # fmt: skip
+        args,
+        Points(args.out, "scaling", VERSION, COLUMNS),
+        lambda: _points(args),
+        lambda run: measured(run, args.steps),
+        lambda folder, rows: write(folder, rows, args, ["wordrun", "study", "scaling", *argv]),
+        lambda row: f"{float(row['tps']):,.0f} tokens/s",
+    )
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,7 +93,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--strong", action="store_true", help=STRONG)
     how.add_argument("--weak", action="store_true", help="the same number of sequences per rank")
     parser.add_argument("--backends", default="", metavar="NAME,...", help=BACKENDS)
-    estimate.add_options(parser)
     args = parse_study(parser, argv, CHOSEN, "--steps, --repeats, --backends")
     if args.steps < 1 or args.repeats < 1:
         raise ConfigError(f"--steps {args.steps} --repeats {args.repeats} should be at least 1")
@@ -94,12 +105,12 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Iterator[StudyPoint]:
-    """Yield the points, the smallest first; those that are impossible are recorded as such."""
+def _points(args: argparse.Namespace) -> Iterator[Point]:
+    """Yield the points, the smallest first."""
     base = compose(args.overrides)
     option = "-n" if args.ranks else "-N"
-    looks = {size: look(args, (option, str(size))) for size in args.ranks or args.nodes}
-    layouts = {size: ranks for size, (_, ranks) in looks.items()}
+    sizes = args.ranks or args.nodes
+    looks = {size: look([*args.launch, option, str(size)], submit=args.submit) for size in sizes}
     sequences = base.train.global_batch_size
     if args.weak and sequences:
         raise ConfigError(
@@ -108,32 +119,21 @@ def _points(args: argparse.Namespace, file: Points, estimates: Estimates) -> Ite
     per_rank = base.model.batch_size * (base.optimizer.gas or 1)
     labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]
     choices = {label: _choice(label) for label in labels}
-    settled = {name for name, row in file.rows.items() if not (args.retry_failed and row["state"] == FAILED)}
-    for size, (job, ranks) in looks.items():
-        batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in layouts.values())
-        on_cpu = base.train.device == "cpu" or (base.train.device == "auto" and not any(job.devices))
+    for size, ranks in looks.items():
+        batch = per_rank * ranks.np if args.weak else sequences or per_rank * max(each.np for each in looks.values())
         words = (option, str(size))
-        slugs = {label: re.sub(r"[^A-Za-z0-9.]+", "-", label) for label in labels}
-        speeds = estimates.speeds(words, not {f"{slug}-{size}" for slug in slugs.values()} <= settled)
-        for label, slug in slugs.items():
-            name = f"{slug}-{size}"
+        for label in labels:
+            name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', label)}-{size}"
             columns = {
                 "ranks": ranks.np, "nodes": ranks.nodes, "backend": label, "scaling": "weak" if args.weak else "strong",
                 "global_batch": batch,
             }  # fmt: skip
             overrides, problem = [*args.overrides, *choices[label], *_steps(args)], ""
             try:
-                cfg, batching = _fit_batch(overrides, batch, ranks)
-                overrides += batching
-                process = estimates.process(slug, overrides, words, name not in settled) if on_cpu else None
-                columns |= estimates.of(cfg, ranks, speeds, process, on_cpu=on_cpu)
+                overrides += _fit_batch(overrides, batch, ranks)
             except ConfigError as error:
                 problem = first_line(error)
-            point = StudyPoint(name, tuple(overrides), words, columns)
-            file.check([point])
-            if problem:
-                file.put(point, IMPOSSIBLE, problem)
-            yield point
+            yield Point(name, args.out / "runs" / name, tuple(overrides), words, columns, problem=problem)
 
 
 def _steps(args: argparse.Namespace) -> list[str]:
@@ -141,8 +141,8 @@ def _steps(args: argparse.Namespace) -> list[str]:
     return [f"{name}={value}" for name, value in {**count, **FIXED}.items()]
 
 
-def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> tuple[Config, list[str]]:
-    """Return the config of a run whose steps have ``sequences`` sequences, and the overrides for that.
+def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> list[str]:
+    """Return the overrides with which the steps of a run have ``sequences`` sequences.
 
     Raises:
         ConfigError: the run is impossible with these ranks.
@@ -154,7 +154,8 @@ def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> tuple[
     share = sequences // dp
     batch = next(size for size in range(min(cfg.model.batch_size, share), 0, -1) if share % size == 0)
     more = [f"train.global_batch_size={sequences}", f"model.batch_size={batch}", "optimizer.gas=null"]
-    return compose([*overrides, *more], ranks=ranks.np, per_node=ranks.ppn), more
+    compose([*overrides, *more], ranks=ranks.np, per_node=ranks.ppn)
+    return more
 
 
 def _choice(backend: str) -> list[str]:
@@ -184,3 +185,71 @@ def measured(run: RunRecord, steps: int) -> dict[str, Any]:
         values = [lines[metric][i] for i in at]
         found |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
     return {**found, "mfu": lines.last("mfu"), "memory_gib": lines.last("memory_peak")}
+
+
+def write(folder: Path, rows: Sequence[Row], args: argparse.Namespace, command: Sequence[str]) -> list[Path]:
+    """Write report.md, scaling.csv and scaling.png; return their paths.
+
+    Args:
+        folder: the study's folder.
+        rows: those of its points, of which one at least is done.
+        args: the study's options.
+        command: its command line.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    unit, done = "ranks" if args.ranks else "nodes", [row for row in rows if row["state"] == DONE]
+    base = min(done, key=lambda row: (int(row[unit]), -float(row["tps"])))
+    table = [{"backend": row["backend"], unit: int(row[unit]), **_results(row, base, unit)} for row in done]
+    kind = done[0]["scaling"]
+    batch = "the same global batch" if kind == "strong" else "the same number of sequences per rank"
+    sizes = ", ".join(dict.fromkeys(row[unit] for row in done))
+    text = [f"# {kind.capitalize()} scaling on {sizes} {unit}", "", f"Every point trains with {batch}.", ""]
+    for most in {each["backend"]: each for each in table}.values():
+        if most[unit] != int(base[unit]):
+            many = f"{most['tps']:,.0f} tokens/s on {most[unit]} {unit}, {most['speed_up']:.2f} times as many as on"
+            text.append(f"- {most['backend']}: {many} {base[unit]} (efficiency {most['efficiency']:.0%})")
+    least = f"{base[unit]} {unit.removesuffix('s') if base[unit] == '1' else unit}"
+    measurements = f"{args.repeats} measurement{'s' * (args.repeats > 1)}"
+    notes = [NOTES.format(steps=args.steps, measurements=measurements, least=least)]
+    heads = {"backend": "backend", unit: unit, **HEADS}
+    figures = {"scaling": _figure(table, unit, base)}
+    return report.write(folder, "scaling", text, heads, table, figures, notes, rows, command)
+
+
+def _results(row: Row, base: Row, unit: str) -> dict[str, Any]:
+    """Return the values of HEADS; ``base`` is the point to which the speed-up refers."""
+    tps, step = float(row["tps"]), number(row, "step_s") or 0.0
+    speed_up = tps / float(base["tps"])
+    return {
+        "tps": tps, "tps_min": number(row, "tps_min"), "tps_max": number(row, "tps_max"), "speed_up": speed_up,
+        "efficiency": speed_up * int(base[unit]) / int(row[unit]), "step_ms": 1000 * step, "mfu": number(row, "mfu"),
+        "memory_gib": number(row, "memory_gib"), "node_hours": int(row["nodes"]) * 1e9 / tps / 3600,
+    }  # fmt: skip
+
+
+def _figure(table: Sequence[dict[str, Any]], unit: str, base: Row) -> Any:
+    """Draw tokens/s over ranks or nodes, a panel for each backend, with the ideal line."""
+    from matplotlib.ticker import EngFormatter, LogLocator
+
+    by_backend: dict[str, list[dict[str, Any]]] = {}
+    for each in table:
+        by_backend.setdefault(each["backend"], []).append(each)
+    drawing, panels = report.panels(list(by_backend))
+    all_sizes, per_size = sorted({each[unit] for each in table}), float(base["tps"]) / int(base[unit])
+    for axes, rows in zip(panels, by_backend.values(), strict=True):
+        sizes, middle = [each[unit] for each in rows], [each["tps"] for each in rows]
+        bars = [[each["tps"] - each["tps_min"] for each in rows], [each["tps_max"] - each["tps"] for each in rows]]
+        axes.plot(all_sizes, [per_size * size for size in all_sizes], "--", color="0.5", lw=1, label="ideal")
+        axes.errorbar(sizes, middle, bars, fmt="o-", ms=4, lw=1.4, capsize=3, label="measured")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        report.mark(axes.xaxis, all_sizes)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(EngFormatter())
+        axes.yaxis.set_minor_locator(LogLocator(subs=()))
+        axes.set(xlabel=unit, ylabel="tokens/s")
+        axes.label_outer()
+    panels[0].legend(frameon=False, fontsize=8)
+    return drawing

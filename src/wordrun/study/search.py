@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,14 +21,15 @@ from optuna.distributions import (
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from wordrun.errors import REQUEUE, ConfigError, first_line
+from wordrun.errors import ConfigError, first_line
 from wordrun.log import console
-from wordrun.sweep import placements
-from wordrun.sweep.folder import Point, Sweep
-from wordrun.sweep.grid import outcome
-from wordrun.sweep.options import LauncherOptions, SweeperOptions
-from wordrun.sweep.pool import Ended, Pool
-from wordrun.sweep.table import LiveTable
+from wordrun.runs import metrics
+from wordrun.study import placements
+from wordrun.study.options import LauncherOptions, SweeperOptions
+from wordrun.study.points import PRUNED, Point, best
+from wordrun.study.pool import Ended, Pool
+from wordrun.study.progress import Progress
+from wordrun.study.sweep import FILE, Sweep, result
 from wordrun.validation import higher_is_better
 
 LOOK_S = 1.0
@@ -110,11 +110,11 @@ def run(
             "hydra.launcher.submit=true: a search waits for its points, so submit the whole search instead: "
             "launch --submit -N 4 --walltime 4:00:00 -- wordrun -m hydra/sweeper=wordrun_optuna ..."
         )
-    with _alone(folder):
-        sweep = Sweep.create(folder, command, replace(launcher, resume=Sweep.load(folder) is not None))
+    higher = bool(higher_is_better(options.metric, options.direction))
+    launcher = replace(launcher, resume=(folder / FILE).exists())
+    with replace(Sweep.create(folder, command, launcher), metric=options.metric, higher=higher) as sweep:
         found = placements.find(sweep.options)[: options.n_jobs]
         sweep.save()
-        higher = bool(higher_is_better(options.metric, options.direction))
         try:
             study = open_study(folder, options, higher=higher, several=len(found) > 1)
             check_space(study, space, folder)
@@ -122,23 +122,6 @@ def run(
             return search.run(found)
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             raise ConfigError(f"the study in {options.storage or folder / 'study.db'}: {first_line(error)}") from None
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes from searching in ``folder``.
-
-    Raises:
-        ConfigError: another process does.
-    """
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder} is in use by another search: wait for it, or choose another folder") from None
-        except OSError:
-            pass  # a file system without locks
-        yield
 
 
 def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: bool) -> optuna.Study:
@@ -192,10 +175,11 @@ class Search:
     ) -> None:  # fmt: skip
         self.study, self.sweep, self.options, self.higher = study, sweep, options, higher
         self.space, self.fixed, self.subdir = space, fixed, subdir
-        self.trials: dict[int, Trial] = {}
-        """The trials of running points, by the points' numbers."""
-        self.pruned: set[int] = set()
-        self.reported: dict[int, int] = {}
+        self.runner = sweep.runner()
+        self.trials: dict[str, Trial] = {}
+        """The trials of running points, by the points' names."""
+        self.pruned: set[str] = set()
+        self.reported: dict[str, int] = {}
         """The last step of a point whose evaluation Optuna knows."""
 
     def run(self, found: Sequence[placements.Placement]) -> int:
@@ -206,26 +190,30 @@ class Search:
             f"{len(found)} at a time", flush=True,
         )  # fmt: skip
         looked = 0.0
-        with Pool(self.sweep, found) as pool:
-            progress = LiveTable(self.sweep, pool, self.options.metric, higher=self.higher, keys=self.space)
+        sweep, keys = self.sweep, self.space
+        with Pool(sweep.dir, sweep.command, sweep.options.launch(), found) as pool:
             before_now = self.study.get_trials(deepcopy=False, states=tuple(STATES))
-            progress.set_states({t.user_attrs["point"]: STATES[t.state] for t in before_now if "point" in t.user_attrs})
-            with progress:
-                while pool.running or (self.count() < self.options.n_trials and not pool.ending):
-                    while pool.free and not pool.ending and self.count() + len(self.trials) < self.options.n_trials:
-                        self.begin(pool, progress)
-                    for ended in pool.wait():
-                        self.end(ended, pool, progress)
-                    if time.monotonic() - looked > LOOK_S:
-                        looked = time.monotonic()
-                        self.look(pool)
-                    progress.draw()
-            text = progress.summary()
+            known = {str(t.user_attrs["point"]): STATES[t.state] for t in before_now if "point" in t.user_attrs}
+            progress = Progress(
+                sweep.table,
+                known,
+                result,
+                lambda point: [word for word in point.overrides if word.partition("=")[0] in keys],
+            )
+            while pool.running or (self.count() < self.options.n_trials and not pool.ending):
+                while pool.free and not pool.ending and self.count() + len(self.trials) < self.options.n_trials:
+                    self.begin(pool, progress)
+                for ended in pool.wait():
+                    self.end(ended, progress)
+                if time.monotonic() - looked > LOOK_S:
+                    looked = time.monotonic()
+                    self.look(pool)
+        text = progress.summary(sweep.points)
         self.show()
         print(f"sweep {self.sweep.dir}: {text}; {self.count()} of {self.options.n_trials} points tried", flush=True)
         if pool.ending:
             print(f"the same command with hydra.sweep.dir={self.sweep.dir} continues the search", flush=True)
-            return REQUEUE if pool.ending in (REQUEUE, 15) else 128 + pool.ending
+            return pool.exit_status
         return 0 if self.finished() else 1
 
     def count(self) -> int:
@@ -239,61 +227,63 @@ class Search:
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         return sorted(trials, key=lambda trial: (trial.value or 0.0) * (-1 if self.higher else 1))
 
-    def begin(self, pool: Pool, progress: LiveTable) -> None:
+    def begin(self, pool: Pool, progress: Progress) -> None:
         """Start the next point, unless the same one has been run before: then its value counts again."""
         trial = self.study.ask(self.space)
         overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-        point = self.sweep.find(overrides) or self.sweep.add(overrides, self.subdir(overrides, self.sweep.number()))
-        trial.set_user_attr("point", point.number)
+        point = self.sweep.add(overrides, self.subdir)
+        trial.set_user_attr("point", int(point.name))
         self.sweep.save()
         if any(each.point == point for each in pool.running) or point.state() == "finished":
-            best = point.best(self.options.metric, higher=self.higher)
-            self.study.tell(trial, best, TrialState.FAIL if best is None else TrialState.COMPLETE)
+            value = best(point.dir, self.options.metric, higher=self.higher)
+            self.study.tell(trial, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
             return
-        self.trials[point.number], self.reported[point.number] = trial, -1
+        self.trials[point.name], self.reported[point.name] = trial, -1
         pool.start(point)
         progress.started(point)
 
     def look(self, pool: Pool) -> None:
         """Report new evaluations of running points to Optuna, and stop those that it prunes."""
-        for point in [each.point for each in pool.running if each.point.number not in self.pruned]:
+        for point in [each.point for each in pool.running if each.point.name not in self.pruned]:
             if self.report(point):
-                self.pruned.add(point.number)
+                self.pruned.add(point.name)
                 pool.stop(point)
 
     def report(self, point: Point) -> bool:
         """Report new evaluations of a point to Optuna; return whether it prunes the point."""
         hopeless = False
-        for step, value in point.evaluations(self.options.metric):
-            if step <= self.reported[point.number]:  # also if a continued run has evaluated it again
+        for step, value in metrics.evaluations(point.dir, self.options.metric):
+            if step <= self.reported[point.name]:  # also if a continued run has evaluated it again
                 continue
-            self.trials[point.number].report(value, step)
-            self.reported[point.number] = step
+            self.trials[point.name].report(value, step)
+            self.reported[point.name] = step
             # A pruner compares evaluations at the same step, and several may be new.
-            hopeless = hopeless or self.trials[point.number].should_prune()
+            hopeless = hopeless or self.trials[point.name].should_prune()
         return hopeless
 
-    def end(self, ended: Ended, pool: Pool, progress: LiveTable) -> None:
+    def end(self, ended: Ended, progress: Progress) -> None:
         """Tell Optuna how a point has ended; one that is to be continued stays open in the study."""
         point = ended.point
         self.report(point)
-        trial = self.trials.pop(point.number)
-        state = "pruned" if point.number in self.pruned else outcome(ended, asked=bool(pool.ending))
-        best = point.best(self.options.metric, higher=self.higher)
-        if ended.status == 0 and best is not None:
-            self.study.tell(trial, best)
-        elif state == "pruned":
-            self.study.tell(trial, state=TrialState.PRUNED)
-        elif state != "stopped":
+        trial = self.trials.pop(point.name)
+        value, state = best(point.dir, self.options.metric, higher=self.higher), ended.state
+        if state == "finished" and value is None:
             state = "failed"
-            self.study.tell(trial, state=TrialState.FAIL)
-        progress.ended(ended, "finished" if ended.status == 0 and best is not None else state)
+        if state != "finished" and point.name in self.pruned:
+            state = PRUNED
+            self.sweep.table.put([point], state)
+        else:
+            state = self.runner.record(point, state)
+        if state == "finished":
+            self.study.tell(trial, value)
+        elif state != "stopped":
+            self.study.tell(trial, state=TrialState.PRUNED if state == PRUNED else TrialState.FAIL)
+        progress.ended(ended, state)
+        self.runner.refuse_a_full_disk(point)
 
     def show(self) -> None:
         """Print the best points, and draw all of them."""
         from rich.table import Table
-
-        from wordrun.sweep.figure import parallel_coordinates
 
         trials = self.finished()
         if not trials:
@@ -306,15 +296,30 @@ class Search:
             values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.params.values()]
             table.add_row(str(trial.user_attrs.get("point", "")), f"{trial.value:.4f}", *values)
         console().print(table)
-        rows = [(trial.params, float(trial.value or 0.0)) for trial in trials]
+        print(f"all points: {self.draw()}")
+        if found := self.point(trials[0]):
+            print(f"best run: {found.dir}")
+
+    def draw(self) -> Path:
+        """Draw a line for each completed point, across an axis for the metric and one per option; return the file."""
+        from matplotlib import pyplot
+        from optuna.visualization.matplotlib import plot_parallel_coordinate
+
         path = self.sweep.dir / FIGURE
-        parallel_coordinates(path, self.space, rows, self.options.metric, higher=self.higher)
-        print(f"all points: {path}")
-        best = self.point(trials[0])
-        if best:
-            print(f"best run: {best.dir}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is experimental, and axes may have a single value
+            axes = plot_parallel_coordinate(self.study, params=list(self.space), target_name=self.options.metric)
+        shortened = [label.get_text().removesuffix("...") for label in axes.get_xticklabels()]
+        names = [next((name for name in self.space if name.startswith(each)), each) for each in shortened]
+        axes.set_xticks(axes.get_xticks(), names, rotation=20, ha="right", rotation_mode="anchor")
+        axes.set_title("")
+        figure = pyplot.gcf()
+        figure.set_size_inches(1.9 * (len(self.space) + 1) + 1, 4.5)
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+        pyplot.close(figure)
+        return path
 
     def point(self, trial: FrozenTrial) -> Point | None:
         """Return the point of a trial."""
-        number = trial.user_attrs.get("point")
-        return next((point for point in self.sweep.points if point.number == number), None)
+        name = str(trial.user_attrs.get("point"))
+        return next((point for point in self.sweep.points if point.name == name), None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from wordrun.errors import ConfigError
 from wordrun.validation import metric_of, one_of, positive
 
 
@@ -51,10 +53,21 @@ class LauncherOptions:
         if given and not self.submit:
             yield f"hydra.launcher.{given[0]} is only for submitted jobs: add hydra.launcher.submit=true"
 
-    def ranks(self) -> list[str]:
-        """Return launch's options for the ranks of one point."""
-        given = [(flag, value) for flag, value in (("-n", self.np), ("-N", self.nodes), ("--ppn", self.ppn)) if value]
-        return [word for flag, value in given or [("-n", 1)] for word in (flag, str(value))]
+    def launch(self, *, submit: bool = False) -> list[str]:
+        """Return launch's options for one point, which runs in this job, or is submitted as one.
+
+        Raises:
+            ConfigError: ``args`` is not a command line.
+        """
+        ranks: list[tuple[str, int | str | None]] = [("-n", self.np), ("-N", self.nodes), ("--ppn", self.ppn)]
+        given = [each for each in ranks if each[1]] or [("-n", 1)]
+        if submit:
+            given += [("--walltime", self.walltime), ("--queue", self.queue), ("--account", self.account)]
+        try:
+            more = shlex.split(self.args)
+        except ValueError as error:
+            raise ConfigError(f'hydra.launcher.args="{self.args}": {error}') from None
+        return [*(word for flag, value in given if value for word in (flag, str(value))), *more]
 
 
 @dataclass

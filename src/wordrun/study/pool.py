@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,8 +18,9 @@ from wordrun import interrupts
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.plan import is_stale
-from wordrun.sweep.folder import Point, Sweep
-from wordrun.sweep.placements import Placement
+from wordrun.launch.points import quoted
+from wordrun.study.placements import Placement
+from wordrun.study.points import Point
 
 POLL_S = 0.1
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -29,7 +31,7 @@ class Running:
     """A point that is running."""
 
     point: Point
-    placement: Placement
+    placements: Sequence[Placement]
     process: subprocess.Popen[bytes]
     begun: float = field(default_factory=time.monotonic)
 
@@ -39,21 +41,30 @@ class Ended:
     """A point that has ended."""
 
     point: Point
-    status: int
-    """launch's exit status."""
+    state: str
+    """finished, stopped or failed."""
     seconds: float
 
 
 class Pool:
-    """Starts and watches launches; used as a context manager, which handles signals meanwhile."""
+    """Starts and watches launches; used as a context manager, which handles signals meanwhile.
 
-    def __init__(self, sweep: Sweep, placements: Sequence[Placement]) -> None:
-        self.sweep = sweep
+    Args:
+        folder: of the study or the sweep.
+        command: what starts wordrun, and the arguments that all points share before their overrides.
+        launch: the options of launch that all points share.
+        placements: where points can run; each takes one of them, or as many as it needs nodes.
+    """
+
+    def __init__(
+        self, folder: Path, command: Sequence[str], launch: Sequence[str], placements: Sequence[Placement]
+    ) -> None:
+        self.folder, self.command, self.launch = folder, command, launch
         self.free = list(placements)
         self.running: list[Running] = []
         self.ending = 0
-        """The signal that ends the sweep, or 75 if a scheduler has asked a point to stop; no point starts then."""
-        self._asked: set[int] = set()
+        """The signal that ends all points, or 75 if a scheduler has asked a point to stop; no point starts then."""
+        self._asked: set[str] = set()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Pool:
@@ -72,36 +83,33 @@ class Pool:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def start(self, point: Point) -> None:
-        """Start ``point`` in a free placement, which there must be.
+    def start(self, point: Point, nodes: int = 1) -> None:
+        """Start ``point`` in so many of the free placements, which there must be.
 
         Raises:
             ConfigError: a file cannot be written.
         """
-        placement = self.free[0]
+        taken, place = self.free[:nodes], Placement.of(self.free[:nodes])
         try:
-            words = placement.words(self.sweep.options, self.sweep.dir / "hosts")
+            point.clear()
+            words = place.words([*self.launch, *point.launch], self.folder / "hosts")
             point.log.parent.mkdir(parents=True, exist_ok=True)
-            command = [*self.sweep.command, *point.overrides, f"hydra.run.dir={quoted(str(point.dir))}"]
+            command = command_of(self.command, point)
             with point.log.open("ab") as log:
                 log.write(f"$ {shlex.join(['launch', *words, *command])}\n".encode(errors="surrogateescape"))
                 log.flush()
                 process = subprocess.Popen(
                     [sys.executable, "-m", "wordrun.launch", *words, *command],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment(point),
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(point),
                     preexec_fn=processes.before_exec(own_group=True, death_signal=signal.SIGTERM),
                 )  # fmt: skip
         except OSError as error:
             name = error.filename or point.log
-            raise ConfigError(f"cannot start point {point.number}: {name}: {error.strerror}") from None
-        self.running.append(Running(point, self.free.pop(0), process))
+            raise ConfigError(f"cannot start point {point.name}: {name}: {error.strerror}") from None
+        self.running.append(Running(point, taken, process))
+        self.free = self.free[nodes:]
         if self.ending:  # the signal came in the meantime
             processes.send(process.pid, signal.SIGTERM)
-
-    def _environment(self, point: Point) -> Mapping[str, str]:
-        """Return the environment of a point: with a run ID of its own, and continuing what is in its directory."""
-        kept = {name: value for name, value in os.environ.items() if not is_stale(name)}
-        return {**kept, "WORDRUN_RUN_ID": f"{self.sweep.id}-{point.number}", "WORDRUN_RESUME": "auto"}
 
     def wait(self) -> list[Ended]:
         """Return the points that have ended, after a short time; their placements are free again."""
@@ -109,18 +117,31 @@ class Pool:
         ended = [each for each in self.running if each.process.poll() is not None]
         for each in ended:
             self.running.remove(each)
-            self.free.append(each.placement)
-            if each.process.returncode == REQUEUE and each.point.number not in self._asked:
+            self.free += each.placements
+            if each.process.returncode == REQUEUE and each.point.name not in self._asked:
                 self.ending = self.ending or REQUEUE
-        return [Ended(each.point, status(each.process), time.monotonic() - each.begun) for each in ended]
+        now = time.monotonic()
+        return [Ended(each.point, self._state(each.point, status(each.process)), now - each.begun) for each in ended]
+
+    def _state(self, point: Point, code: int) -> str:
+        """Return how a point has ended whose launch had the exit status ``code``."""
+        state = point.state()
+        if state in ("finished", "stopped"):  # after SIGTERM, a run without checkpoints ends with status 0
+            return state
+        return "stopped" if self.ending or code in (REQUEUE, 130, 143) else "failed"
 
     def stop(self, point: Point) -> None:
         """Let a running point save and end."""
-        if point.number not in self._asked:
-            self._asked.add(point.number)
+        if point.name not in self._asked:
+            self._asked.add(point.name)
             for each in self.running:
                 if each.point == point:
                     processes.send(each.process.pid, signal.SIGTERM)
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status after the end of all points was asked for."""
+        return REQUEUE if self.ending in (REQUEUE, signal.SIGTERM) else 128 + self.ending
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -135,10 +156,16 @@ class Pool:
             processes.send(each.process.pid, number)
 
 
-def quoted(text: str) -> str:
-    """Return ``text`` as a value for Hydra, which needs quotes around unusual characters."""
-    plain = all(letter.isalnum() or letter in "_./+@:-" for letter in text)
-    return text if plain else '"' + text.replace('"', '\\"') + '"'
+def command_of(command: Sequence[str], point: Point) -> list[str]:
+    """Return the command of each rank of ``point``."""
+    return [*command, *point.overrides, f"hydra.run.dir={quoted(os.path.abspath(point.dir))}"]
+
+
+def environment(point: Point) -> Mapping[str, str]:
+    """Return the environment of a launch: with a run ID, it continues what is in its directory."""
+    own = ("WORDRUN_RUN_ID", "WORDRUN_RESUME")
+    kept = {name: value for name, value in os.environ.items() if not is_stale(name) and name not in own}
+    return kept | (dict(zip(own, (point.run_id, "auto"), strict=True)) if point.run_id else {})
 
 
 def status(process: subprocess.Popen[bytes]) -> int:

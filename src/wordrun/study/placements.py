@@ -1,21 +1,25 @@
-"""Where the points of a sweep run at the same time: on disjoint nodes, or on disjoint parts of a node."""
+"""Where points run at the same time: on disjoint nodes, or on disjoint parts of a node."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wordrun.errors import ConfigError
+from wordrun.launch import site_files
 from wordrun.launch.job import Job
 from wordrun.launch.job_script import MARGIN_S
 from wordrun.launch.parser import parse
 from wordrun.launch.planner import look_around
 from wordrun.launch.request import Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.sweep.options import LauncherOptions
+from wordrun.launch.schedulers.base import node_count, total_ranks
+from wordrun.study.options import LauncherOptions
 
 
 @dataclass(frozen=True)
@@ -35,30 +39,34 @@ class Placement:
     warns: bool = False
     """Whether launch has to warn the ranks before the time limit, since the scheduler does not."""
 
-    def words(self, options: LauncherOptions, folder: Path) -> list[str]:
-        """Return launch's options that start a point here; ``folder`` is for a file with the hosts.
+    @classmethod
+    def of(cls, several: Sequence[Placement]) -> Placement:
+        """Return the nodes of ``several`` placements as one."""
+        return replace(several[0], hosts=tuple(host for each in several for host in each.hosts))
+
+    def words(self, launch: Sequence[str], folder: Path) -> list[str]:
+        """Return the options ``launch`` with those that start a point here; ``folder`` is for a file with the hosts.
 
         Raises:
             OSError: the file cannot be written.
         """
-        warning = ["--walltime-margin", f"{MARGIN_S:g}"] if self.warns else []
-        words = [*options.ranks(), *warning, *shlex.split(options.args)]
+        words = [*(["--walltime-margin", f"{MARGIN_S:g}"] if self.warns else []), *launch]
         if self.hosts:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"{self.number}"
             file.write_text("".join(f"{host}\n" for host in self.hosts), encoding="utf-8")
             words += ["--hostfile", str(file.absolute())]
         if self.sharing:
-            given = parse([*shlex.split(options.args), "--", "wordrun"]).launcher_args
+            given = parse([*launch, "--", "wordrun"]).launcher_args
             words += ["--launcher-args", shlex.join([*given, *self.sharing])]
         if self.threads:
             words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
-        part = [sys.executable, "-m", "wordrun.sweep.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
+        part = [sys.executable, "-m", "wordrun.study.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
         return [*words, "--", *part]
 
 
 def find(options: LauncherOptions) -> list[Placement]:
-    """Return the placements in this job, or on this machine.
+    """Return the placements in this job, or on this machine, for points of the same size.
 
     Args:
         options: the ranks of each point, and how many points may run at the same time.
@@ -67,15 +75,40 @@ def find(options: LauncherOptions) -> list[Placement]:
         ConfigError: not even one point fits.
     """
     try:
-        parsed = parse([*options.ranks(), *shlex.split(options.args), "--", "wordrun"])
-    except ValueError as error:
-        raise ConfigError(f'hydra.launcher.args="{options.args}": {error}') from None
-    try:
-        job, _, ranks = look_around(parsed)
+        job, _, ranks = look_around(parse([*options.launch(), "--", "wordrun"]))
     except ConfigError as error:
         raise ConfigError(f"a point of this sweep does not fit: {error}") from None
     by_user = "OMP_NUM_THREADS" in os.environ and not SCHEDULERS[job.scheduler].has_set("OMP_NUM_THREADS", os.environ)
     return divide(options, job, ranks, threads_given=by_user)
+
+
+def nodes(launch: Sequence[str]) -> list[Placement]:
+    """Return this job's nodes, or this machine, for points that take whole nodes; ``launch``: options of all points."""
+    job = look_around(parse([*launch, "--", "wordrun"]))[0]
+    hosts = [(host,) for host in job.hosts] if len(job.hosts) > 1 else [()]
+    return [Placement(at, names, warns=_warns(job)) for at, names in enumerate(hosts)]
+
+
+def _warns(job: Job) -> bool:
+    return not (job.is_local or SCHEDULERS[job.scheduler].sends_warning(Options()))
+
+
+def look(launch: Sequence[str], *, submit: bool = False) -> Ranks:
+    """Return the ranks of a point with the options ``launch``.
+
+    Args:
+        launch: options of launch.
+        submit: whether the point is to be a job of its own, rather than a part of this one.
+
+    Raises:
+        ConfigError: they contradict each other, or ask for more ranks than there can be.
+    """
+    if not submit:
+        return look_around(parse([*launch, "--", "wordrun"]))[2]
+    options = parse([*launch, "--submit", "--", "wordrun"])
+    site, _ = site_files.find(options.site, socket.gethostname(), os.environ)
+    nodes, np = node_count(options, site), total_ranks(options, site)
+    return Ranks(tuple(np // nodes + (at < np % nodes) for at in range(nodes)), "as submitted")
 
 
 def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: bool) -> list[Placement]:
@@ -88,7 +121,7 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
         threads_given: whether the user has exported OMP_NUM_THREADS.
     """
     most = options.parallel
-    warns = not (job.is_local or SCHEDULERS[job.scheduler].sends_warning(Options()))
+    warns = _warns(job)
     if ranks.nodes > 1:
         starts = range(0, len(job.hosts) - ranks.nodes + 1, ranks.nodes)
         hosts_of_each = [job.hosts[start : start + ranks.nodes] for start in starts]

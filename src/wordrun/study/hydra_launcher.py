@@ -1,4 +1,4 @@
-"""Between Hydra's plugins and wordrun's sweeps."""
+"""Between Hydra's plugins and wordrun's sweeps and searches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from wordrun.errors import ConfigError, UserError, first_line, show
-from wordrun.sweep import grid
-from wordrun.sweep.options import LauncherOptions, SweeperOptions
+from wordrun.study import sweep
+from wordrun.study.options import LauncherOptions, SweeperOptions
 from wordrun.train.cli import flags
 
 
@@ -31,7 +31,7 @@ def prepare(config: DictConfig, *options: LauncherOptions | SweeperOptions) -> N
 def launch(context: HydraContext, config: DictConfig, options: LauncherOptions, batch: Sequence[Sequence[str]]) -> int:
     """Run or submit the points; print a user error, and return the exit status."""
     try:
-        return grid.launch(folder(config), command(), options, batch, subdirs(context, config))
+        return sweep.launch(folder(config), command(), options, batch, subdirs(context, config))
     except UserError as error:
         return show(error)
 
@@ -40,7 +40,7 @@ def search(context: HydraContext, config: DictConfig, options: SweeperOptions, a
     """Let Optuna search; print a user error, and return the exit status."""
     try:
         try:
-            from wordrun.sweep import search
+            from wordrun.study import search
         except ImportError as error:
             raise ConfigError(
                 f"hydra/sweeper=wordrun_optuna needs Optuna ({first_line(error)}): pip install 'wordrun[optuna]'"

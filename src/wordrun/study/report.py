@@ -1,0 +1,121 @@
+"""What a study leaves beside points.csv: its table as CSV, figures as PNG, and a short report.md that shows both."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wordrun import files
+from wordrun.errors import UserError
+from wordrun.study.points import DONE, cell
+
+Row = Mapping[str, str]
+
+
+def write(
+    folder: Path, name: str, text: Sequence[str], heads: Mapping[str, str], table: Sequence[Mapping[str, Any]],
+    figures: Mapping[str, Any], notes: Sequence[str], points: Sequence[Row], command: Sequence[str],
+) -> list[Path]:  # fmt: skip
+    """Write NAME.csv, a PNG for each figure, and report.md; return their paths.
+
+    Args:
+        folder: the study's folder.
+        name: of the CSV file.
+        text: lines about what was run, and the result.
+        heads: the columns' names in the CSV file, with those in the report.
+        table: rows of values by column.
+        figures: matplotlib's, by name.
+        notes: lines below the table and the figures.
+        points: the rows of points.csv.
+        command: the study's command line.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    cells = [[shown(row[column]) for column in heads] for row in table]
+    lines = [*text, "", markdown([*heads.values()], cells), ""]
+    lines += [f"![{each}]({each}.png)\n" for each in figures]
+    lines += [*notes, ""]
+    done = [row for row in points if row["state"] == DONE]
+    if others := [[row["point"], row["state"], row["reason"]] for row in points if row["state"] != DONE]:
+        lines += ["## Points without a result", "", markdown(("point", "state", "reason"), others), ""]
+    lines += ["## Conditions", ""]
+    for column in ("device", "site", "hosts", "global_batch", "commit", "versions"):
+        if values := list(dict.fromkeys(row[column] for row in done if row.get(column))):
+            lines.append(f"- {column.replace('_', ' ')}: {', '.join(values)}")
+    lines.append(f"- measured: {min(row['started'] for row in done)} to {max(row['started'] for row in done)}")
+    lines += [f"- command: `{shlex.join(command)}`", f"- options of {done[0]['point']}: `{done[0]['overrides']}`", ""]
+    report, paths = folder / "report.md", {folder / f"{each}.png": figure for each, figure in figures.items()}
+    try:
+        files.replace(folder / f"{name}.csv", _csv(heads, table))
+        for path, figure in paths.items():
+            figure.savefig(path)
+        files.replace(report, "\n".join(lines))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; start the study again to write its report"
+        ) from None
+    return [report, folder / f"{name}.csv", *paths]
+
+
+def _csv(heads: Mapping[str, str], table: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows([cell(row[column]) for column in heads] for row in table)
+    return text.getvalue()
+
+
+def shown(value: Any) -> str:
+    """Return a value for people to read: numbers with three digits, or all those before the point; None is a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    cells = [
+        list(heads),
+        ["---"] * len(heads),
+        *([" ".join(cell.replace("|", r"\|").split()) for cell in row] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def panels(titles: Sequence[str], *, same_y: bool = True) -> tuple[Any, list[Any]]:
+    """Return a matplotlib figure with a panel for each of ``titles``, at most three in a row, and its axes.
+
+    With ``same_y``, they have the same y axis.
+    """
+    from matplotlib.figure import Figure
+
+    columns = 2 if len(titles) == 4 else min(3, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained", dpi=150)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=same_y).flat)
+    for each, title in zip(axes, titles, strict=False):
+        each.set_title(title, fontsize=10)
+        each.grid(alpha=0.3)
+    for empty in axes[len(titles) :]:
+        empty.set_visible(False)
+    return figure, axes[: len(titles)]
+
+
+def colors(count: int) -> list[Any]:
+    """Return as many colors, in an order that can be seen."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](i / max(1, count - 0.5)) for i in range(count)]
+
+
+def mark(axis: Any, sizes: Sequence[int]) -> None:
+    """Mark these ``sizes`` on a logarithmic axis."""
+    axis.set_ticks(sizes, [str(size) for size in sizes])
+    axis.set_ticks([], minor=True)

@@ -1,0 +1,261 @@
+"""``hydra/launcher=wordrun`` and ``wordrun sweep DIR``: run the points of a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wordrun.errors import ConfigError, UserError, show
+from wordrun.files import replace as replace_file
+from wordrun.launch import site_files
+from wordrun.launch.request import Options
+from wordrun.launch.schedulers.base import node_count, total_ranks
+from wordrun.launch.site import Site
+from wordrun.run_id import new_run_id
+from wordrun.runs.record import RunRecord
+from wordrun.study import jobs, placements
+from wordrun.study.options import LauncherOptions
+from wordrun.study.points import DONE, WAITING, Point, Points, best
+from wordrun.study.pool import command_of
+from wordrun.study.runner import Runner
+
+USAGE = """\
+Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun` has begun in this folder.
+
+  wordrun sweep outputs/sweeps/20260102-030405        # all of them
+  wordrun sweep outputs/sweeps/20260102-030405 2 3    # some
+"""
+FILE = "sweep.json"
+VERSION = 1
+"""Of the columns of points.csv."""
+COLUMNS = ("metric", "best")
+REMEDY = "hydra.launcher.points_per_job=N puts N points into a job"
+
+
+@dataclass
+class Sweep:
+    """A sweep: what is in sweep.json, and its points, which are in points.csv; open while it is a context manager."""
+
+    dir: Path
+    id: str
+    """The points' run IDs begin with it."""
+    command: list[str]
+    """What starts wordrun, and the arguments that all points share before their overrides."""
+    options: LauncherOptions
+    table: Points
+    metric: str = ""
+    """The metric that is recorded of each point; empty: the runs' train.best_metric."""
+    higher: bool = False
+    """Whether higher values of it are better."""
+
+    def __post_init__(self) -> None:
+        self.points: list[Point] = []
+
+    @classmethod
+    def open(cls, folder: Path, *, part: bool = False) -> Sweep | None:
+        """Return the sweep in ``folder``; None: there is none. ``part``: only some of its points are run.
+
+        Raises:
+            ConfigError: sweep.json cannot be read.
+        """
+        path = folder / FILE
+        if not path.exists():
+            return None
+        try:
+            text: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if "points" in text:
+                raise ConfigError(
+                    f"{folder} has a sweep of an older version of wordrun: continue it with that version, or choose "
+                    "another hydra.sweep.dir"
+                )
+            return cls(folder, text["id"], text["command"], LauncherOptions(**text["options"]), table_of(folder, part))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}): choose another hydra.sweep.dir") from None
+
+    @classmethod
+    def create(cls, folder: Path, command: Sequence[str], options: LauncherOptions) -> Sweep:
+        """Return the sweep in ``folder``, a new one if there is none, with this command and these options.
+
+        Raises:
+            ConfigError: there is none, and ``options.resume`` is set.
+        """
+        found = cls.open(folder)
+        if options.resume and not found:
+            raise ConfigError(
+                f"hydra.launcher.resume=true: there is no sweep in {folder}; set its folder with hydra.sweep.dir=DIR"
+            )
+        return cls(folder, found.id if found else new_run_id(), list(command), options, table_of(folder))
+
+    def __enter__(self) -> Sweep:
+        """Lock the folder, and read the points.
+
+        Raises:
+            UserError: another process uses it, or it contains something else.
+        """
+        self.table.__enter__()
+        for row in self.table.rows.values():
+            self._append(row["point"], shlex.split(row["overrides"]), row["run_dir"])
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Unlock the folder."""
+        self.table.__exit__(*exception)
+
+    def _append(self, name: str, overrides: Sequence[str], subdir: str) -> Point:
+        self.points.append(Point(name, self.dir / subdir, tuple(overrides), run_id=f"{self.id}-{name}"))
+        return self.points[-1]
+
+    def find(self, overrides: Sequence[str]) -> Point | None:
+        """Return the point with these overrides."""
+        return next((point for point in self.points if point.overrides == tuple(overrides)), None)
+
+    def add(self, overrides: Sequence[str], subdir: Callable[[Sequence[str], int], str]) -> Point:
+        """Return the point with these overrides, or add it; ``subdir`` returns its run directory below the folder.
+
+        Raises:
+            ConfigError: another point has the same directory.
+        """
+        if found := self.find(overrides):
+            return found
+        number = max((int(point.name) for point in self.points), default=-1) + 1
+        own = subdir(overrides, number)
+        if same := [each.name for each in self.points if each.dir == self.dir / own]:
+            raise ConfigError(f"hydra.sweep.subdir={own} is the same for points {same[0]} and {number}")
+        return self._append(str(number), overrides, own)
+
+    def save(self) -> None:
+        """Write sweep.json, and rows of the points that have none.
+
+        Raises:
+            UserError: a file cannot be written.
+        """
+        facts = {"id": self.id, "command": self.command, "options": asdict(self.options)}
+        try:
+            replace_file(self.dir / FILE, json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self.dir / FILE}: {error.strerror}; choose another folder with hydra.sweep.dir=DIR"
+            ) from None
+        self.table.put([point for point in self.points if not self.table.state(point)], WAITING)
+
+    def runner(self) -> Runner:
+        """Return what runs its points."""
+        launch = self.options.launch()
+        return Runner(self.table, self.command, launch, self.measured, self.job, again=True)
+
+    def measured(self, run: RunRecord) -> dict[str, Any]:
+        """Return the columns of a run: its best value of the metric."""
+        metric, higher = (self.metric, self.higher) if self.metric else (run.best_metric, run.higher_is_better)
+        return {"metric": metric, "best": best(run.path, metric, higher=higher)}
+
+    def job(self, chunk: Sequence[Point]) -> Options:
+        """Return the options of launch that submit one job for the points ``chunk``.
+
+        Raises:
+            ConfigError: an option is not valid.
+        """
+        options, launch = self.options, self.options.launch(submit=True)
+        if options.points_per_job == 1:
+            return jobs.named(launch, chunk[0], command_of(self.command, chunk[0]), "sweep")
+        names = [point.name for point in chunk]
+        parsed = jobs.named(launch, chunk[0], [*self.command[:3], "sweep", os.path.abspath(self.dir), *names], "sweep")
+        site, _ = site_files.find(parsed.site, socket.gethostname(), os.environ)
+        return together(options, parsed, site, len(chunk))
+
+
+def launch(
+    folder: Path, command: Sequence[str], options: LauncherOptions, batch: Sequence[Sequence[str]],
+    subdir: Callable[[Sequence[str], int], str],
+) -> int:  # fmt: skip
+    """Run a batch of points, or submit jobs that do; return the exit status.
+
+    Args:
+        folder: hydra.sweep.dir.
+        command: what starts wordrun, and the arguments that all points share before their overrides.
+        options: the launcher's.
+        batch: the overrides of each point.
+        subdir: returns the run directory below ``folder`` of a new point with these overrides and this number.
+
+    Raises:
+        ConfigError: the folder contains another sweep, or not even one point fits.
+    """
+    # A job that SLURM has requeued, or the next one of a chain, continues the sweep.
+    if os.environ.get("WORDRUN_RESUME") and (folder / FILE).exists():
+        options = replace(options, resume=True)
+    with Sweep.create(folder, command, options) as sweep:
+        if sweep.points and not options.resume:
+            raise ConfigError(
+                f"hydra.sweep.dir={folder} already contains a sweep of {len(sweep.points)} points: continue it with "
+                "hydra.launcher.resume=true, or choose another folder",
+                page="sweeps.md#continuing-a-sweep",
+            )
+        points = [sweep.add(overrides, subdir) for overrides in batch]
+        if not options.submit:
+            return run(sweep, points)
+        sweep.runner().submit(points, options.points_per_job, REMEDY, sweep.save)
+        print(f"wordrun ls {folder} shows the runs; the same command with hydra.launcher.resume=true ", end="")
+        print(f"hydra.sweep.dir={folder} submits the unfinished points")
+        return 0
+
+
+def run(sweep: Sweep, points: Sequence[Point]) -> int:
+    """Run those of ``points`` that have not finished, and return the exit status."""
+    found = placements.find(sweep.options)
+    if not sweep.table.part:
+        sweep.save()
+    status = sweep.runner().run(points, found, result)
+    if any(sweep.table.state(point) != DONE for point in points):
+        print(f"wordrun sweep {sweep.dir} runs the unfinished points", flush=True)
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``wordrun sweep DIR [NUMBER...]`` and return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0 if arguments else ConfigError.exit_status
+    folder, *numbers = arguments
+    try:
+        sweep = Sweep.open(Path(folder), part=bool(numbers))
+        if sweep is None:
+            raise ConfigError(f"{folder} contains no sweep: there is no {FILE}")
+        if (sweep.dir / "study.db").exists():
+            raise ConfigError(f"{folder} is an Optuna search: repeat its command to continue it")
+        with sweep:
+            known = {point.name: point for point in sweep.points}
+            if unknown := [word for word in numbers if word not in known]:
+                raise ConfigError(f"{unknown[0]} is not a point of {folder}, which has points 0 to {len(known) - 1}")
+            return run(sweep, [known[word] for word in numbers] or sweep.points)
+    except UserError as error:
+        return show(error)
+
+
+def result(row: Mapping[str, str]) -> str:
+    """Return what to show of the row of a finished point."""
+    return f"best {row['metric']} {float(row['best']):.4f}" if row["best"] else ""
+
+
+def table_of(folder: Path, part: bool = False) -> Points:
+    """Return the points of the sweep in ``folder``."""
+    return Points(folder, "sweep", VERSION, COLUMNS, "hydra.sweep.dir", part=part)
+
+
+def together(options: LauncherOptions, parsed: Options, site: Site, count: int) -> Options:
+    """Return ``parsed``, which asks for the ranks of one point, with the nodes and ranks of ``count`` points."""
+    nodes = node_count(parsed, site)
+    ranks = total_ranks(parsed, site)
+    slots = site.ranks_per_node or site.devices or 0
+    per_node = max(1, slots // ranks) if nodes == 1 else 1
+    wanted = options.job_nodes or (-(-count // per_node) if nodes == 1 else nodes * count)
+    if wanted < nodes:
+        raise ConfigError(f"hydra.launcher.job_nodes={wanted}: one point needs {nodes} nodes; use {nodes} or more")
+    ppn = per_node * -(-ranks // nodes)
+    return replace(parsed, np=None, nodes=wanted, ppn=ppn)

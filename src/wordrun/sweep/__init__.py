@@ -1,1 +1,0 @@
-"""Sweeps: many runs of one command with different options, each a launch of its own."""
