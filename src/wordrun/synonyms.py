@@ -47,8 +47,10 @@ COMMANDS = {
     "info": "launch --info", "submit": "launch --submit",
 }  # fmt: skip
 """Words that are no commands of wordrun, and what does the same."""
-GONE: dict[str, str] = {}
-"""Options that wordrun no longer has, and what to use instead."""
+GONE: dict[str, str] = {
+    "backend.exchange_bits": "islands exchange fp32; for fewer bytes, raise backend.sync_every",
+}
+"""Options that wordrun no longer has, and what to use instead. Old checkpoints are read without them."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 

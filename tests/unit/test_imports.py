@@ -60,7 +60,7 @@ MAY_USE: dict[str, set[str]] = {
     "dist": BASE | {"registry", "flight_recorder"},
     "sections": {"validation"},
     "config_images": {"sections", "validation"},
-    "config": {"errors", "sections", "validation", "registry"},
+    "config": {"errors", "sections", "validation", "registry", "synonyms"},
     "ds_config": {"errors", "config"},
     "choices": {"validation", "registry", "config"},
     "layouts": {"errors", "dist", "config"},

@@ -103,12 +103,9 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
 def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     """An island's own traffic, and the exchange among islands, as its share of a step."""
     mine, islands = on_island(strategy, options), strategy.layout.islands
-    total = options.bytes_per_weight * numel(model.stage(model.layers), shard=mine.layout.shards)
-    once, message = ring(1, islands) * total / options.sync_every, total / options.fragments
-    exchange = [Traffic("all_reduce", islands, 2 * once, message)]
-    if options.exchange_bits < 32:
-        exchange = [Traffic(each, islands, once, message) for each in ("all_to_all", "all_gather")]
-    return [*traffic(mine.backend, model, mine, pp_rank), *exchange]
+    total = 4 * numel(model.stage(model.layers), shard=mine.layout.shards)
+    sent, message = ring(2, islands) * total / options.sync_every, total / options.fragments
+    return [*traffic(mine.backend, model, mine, pp_rank), Traffic("all_reduce", islands, sent, message)]
 
 
 def messages(options: PPConfig, model: ModelShapes, strategy: Strategy, stages: Stages) -> tuple[int, float]:
