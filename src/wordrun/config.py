@@ -771,9 +771,8 @@ class FSDPConfig(BackendConfig):
     """Context-parallel ranks: the number over which each sequence is divided, for sequences that are too long for one
     rank's memory; -1: all remaining ranks."""
     cp_attention: str = "auto"
-    """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads), gather (all gather
-    keys and values), ring (keys and values travel, for the least memory); auto: heads if their number allows it, or
-    ring."""
+    """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads) or gather (each
+    gathers keys and values); auto: heads if their number allows it, or gather."""
     ep: int = 1
     """Expert-parallel ranks: the number over which the experts of a mixture are divided; part of shard x cp."""
     tp: int | None = 1
@@ -791,7 +790,10 @@ class FSDPConfig(BackendConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
-        yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather", "ring"])
+        if self.cp_attention == "ring":
+            yield "backend.cp_attention=ring was removed: use auto, that is heads if their number allows it, or gather"
+        else:
+            yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather"])
         yield from not_negative("backend", self, "prefetch")
         yield from positive("backend", self, "ep")
 

@@ -32,7 +32,6 @@ from wordrun.model.batch_norm import SyncBatchNorm
 if TYPE_CHECKING:
     from conftest import Command
 
-CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 TIMED = (
     (_fsdp_collectives, "DefaultAllGather"),
     (_fsdp_collectives, "DefaultReduceScatter"),
@@ -68,8 +67,6 @@ def remedy(name: str, function: str) -> str:
         (torch.nn.SyncBatchNorm, "_check_non_zero_input_channels", "check_channels"),
         (torch.cuda.memory, "_record_memory_history", "record_memory"),
         (torch.cuda.memory, "_dump_snapshot", "dump_memory"),
-        (torch.ops.aten, f"{CPU_ATTENTION}_backward", "compat_context.flash_attention_backward"),
-        (torch.ops.aten, "_scaled_dot_product_flash_attention_backward", "compat_context.flash_attention_backward"),
         (DTensor._op_dispatcher.sharding_propagator, "op_to_schema_info", "compat_tensor.tell_tables_apart"),
         (_op_schema, "RuntimeSchemaInfo", "compat_tensor.tell_tables_apart"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json", "flight_recorder.flight_records"),

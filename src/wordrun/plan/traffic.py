@@ -190,10 +190,8 @@ def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | Non
         return [Traffic("all_to_all", at.cp, 2 * calls * ring(1, at.cp) * each, each) for each in (there, back)]
     part = strategy.tokens * keys
     sent, returned = 2 * (at.cp - 1) * part * strategy.compute, (at.cp - 1) * part * FP32
-    if kind == "gather":
-        message = part * max(1, at.cp * at.tp / cfg.key_heads())  # a few heads at a time
-        return [
-            Traffic("all_gather", at.cp, calls * sent, message * strategy.compute),
-            Traffic("reduce_scatter", at.cp, calls * returned, message * FP32),
-        ]
-    return [Traffic("point_to_point", at.cp, calls * (sent + returned + part * FP32), part * FP32)]
+    message = part * max(1, at.cp * at.tp / cfg.key_heads())  # a few heads at a time
+    return [
+        Traffic("all_gather", at.cp, calls * sent, message * strategy.compute),
+        Traffic("reduce_scatter", at.cp, calls * returned, message * FP32),
+    ]
