@@ -1,4 +1,4 @@
-"""Bytes sent against the final loss: DDP, and diloco with several intervals and precisions of the exchange.
+"""Bytes sent against the final loss: DDP, and diloco with several intervals of the exchange.
 
     launch -n 2 --launcher torchrun python benchmarks/diloco.py [--png FILE] [--runs NAME ...] [OVERRIDE ...]
 
@@ -35,8 +35,6 @@ RUNS = {
     "diloco, every 10 steps": ["train.backend=diloco", "backend.sync_every=10"],
     "diloco, every 30 steps": ["train.backend=diloco"],
     "diloco, every 30, 3 fragments": ["train.backend=diloco", "backend.fragments=3"],
-    "diloco, every 30, 8 bits": ["train.backend=diloco", "backend.exchange_bits=8"],
-    "diloco, every 30, 4 bits": ["train.backend=diloco", "backend.exchange_bits=4"],
     "diloco, every 100 steps": ["train.backend=diloco", "backend.sync_every=100"],
 }
 BYTES_ACKED = 120

@@ -40,7 +40,7 @@ M_MMAP_THRESHOLD = -3
 """Of glibc's mallopt."""
 KEPT = ("none", "selective", "full")
 """Values of train.activation_checkpointing."""
-KINDS = ("heads", "gather", "ring")
+KINDS = ("heads", "gather")
 LAYOUTS: dict[str, Callable[[int], list[str]]] = {
     "DDP": lambda n: ["train.backend=DDP"],
     "FSDP": lambda n: ["train.backend=FSDP"],

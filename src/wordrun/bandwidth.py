@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as td
 
-from wordrun import compat_context
+from wordrun import compat
 from wordrun.dist import World, mpi
 from wordrun.dist.collectives import gather_json
 from wordrun.dist.mesh import AXES, Layout
@@ -208,11 +208,11 @@ def operations(world: World, group: Group) -> dict[str, tuple[Callable[[int], Ca
 
     def all_gather(size: int) -> Call:
         shard, full = buffer(size), buffer(size, n)
-        return lambda: compat_context.all_gather_single(full, shard, group=handle)
+        return lambda: compat.all_gather_single(full, shard, group=handle)
 
     def reduce_scatter(size: int) -> Call:
         shard, full = buffer(size), buffer(size, n)
-        return lambda: compat_context.reduce_scatter_single(shard, full, group=handle)
+        return lambda: compat.reduce_scatter_single(shard, full, group=handle)
 
     def broadcast(size: int) -> Call:
         x = torch.zeros(max(1, size // 4), device=device)

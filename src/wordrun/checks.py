@@ -214,11 +214,11 @@ def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[st
 
 
 def context_attention(backend: FSDPConfig, cfg: Config, at: Layout) -> str:
-    """Return how context-parallel ranks compute attention: heads, gather or ring."""
+    """Return how context-parallel ranks compute attention: heads or gather."""
     if backend.cp_attention != "auto":
         return backend.cp_attention
     model, ranks = cfg.transformer, at.cp * at.tp
-    return "heads" if model.n_head % ranks == 0 and model.key_heads() % ranks == 0 else "ring"
+    return "heads" if model.n_head % ranks == 0 and model.key_heads() % ranks == 0 else "gather"
 
 
 def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:
@@ -241,21 +241,17 @@ def _check_context(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str
             name = "n_head" if model.n_head % ranks else "n_kv_head"
             yield (
                 f"backend.cp_attention=heads divides model.{name}={getattr(model, name)} over backend.cp={at.cp} x "
-                f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=ring, or backend.cp={other}"
+                f"backend.tp={at.tp} = {ranks} ranks: use backend.cp_attention=gather, or backend.cp={other}"
             )
         return
-    whole = "backend.cp_attention=heads"
-    if heads % ranks:
-        whole = f"backend.cp={other}" + f" {whole}" * (other > 1)
-    for name, matters, without in (
-        ("dropout", model.dropout > 0, "model.dropout=0"),
-        ("window", min(model.attention_spans()) < model.block_size, f"model.block_size={min(model.attention_spans())}"),
-    ):
-        if matters:
-            yield (
-                f"model.{name}={getattr(model, name):g} needs the attention weights of complete sequences, which "
-                f"backend.cp_attention={kind} never materializes: use {without}, or {whole}"
-            )
+    if model.dropout > 0:
+        whole = "backend.cp_attention=heads"
+        if heads % ranks:
+            whole = f"backend.cp={other}" + f" {whole}" * (other > 1)
+        yield (
+            f"model.dropout={model.dropout:g} is not for backend.cp_attention=gather, which attends again in "
+            f"the backward pass: use model.dropout=0, or {whole}"
+        )
 
 
 def _check_experts(cfg: Config, model: config.MoEConfig, at: Layout) -> Iterator[str]:

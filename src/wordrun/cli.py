@@ -6,6 +6,7 @@ A new command is one line in ``COMMANDS``, and a module with ``main(argv) -> int
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from wordrun import dist, interrupts, synonyms
-from wordrun.errors import ConfigError, nearest
+from wordrun.errors import MARK, ConfigError, nearest
 from wordrun.version import versions
 
 COMMANDS = {
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A time limit's warning must not kill a command that does not handle it, nor a run that has just ended.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if argv is None:
+        _leave_mark()
         atexit.register(gc.freeze)  # the exit frees all memory: Python need not search torch for garbage, for 0.4 s
     arguments = list(sys.argv[1:] if argv is None else argv)
     first = arguments[0] if arguments else ""
@@ -65,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(f"unknown command '{first}'{synonyms.command(arguments) or close}", sys.stderr)
         return ConfigError.exit_status
     return _run("train", arguments)
+
+
+def _leave_mark() -> None:
+    """Tell ``launch`` that its command has started wordrun, as it cannot see where the command is a script's name."""
+    if (folder := os.environ.get("WORDRUN_STATUS_DIR")) and os.environ.get("RANK") == "0":
+        with contextlib.suppress(OSError):
+            Path(folder, MARK).touch()
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
@@ -260,3 +261,13 @@ def dump_memory(file: Path) -> None:
     """Write what ``record_memory`` has recorded as a pickle for pytorch.org/memory_viz; torch has no other format."""
     if dump := getattr(torch.cuda.memory, "_dump_snapshot", None):
         dump(str(file))
+
+
+def all_gather_single(gathered: torch.Tensor, x: torch.Tensor, *, group: Any = None) -> Any:
+    """Gather the tensors ``x`` of all ranks, one after the other along the first dimension; torch 2.13 renamed it."""
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, x, group=group)
+
+
+def reduce_scatter_single(total: torch.Tensor, x: torch.Tensor, *, group: Any = None) -> Any:
+    """Sum the tensors ``x`` of all ranks, and leave each an equal share of the rows; torch 2.13 renamed it."""
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(total, x, group=group)

@@ -19,6 +19,7 @@ from wordrun.config import SECTIONS, SEVERAL, schemas
 from wordrun.errors import ConfigError, UserError, nearest
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.parser import GROUPS as LAUNCH_GROUPS, OPTIONS as LAUNCH_OPTIONS
+from wordrun.launch.request import arguments_of_wordrun
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site_files import site_files
 from wordrun.registry import documentation
@@ -154,14 +155,12 @@ def _of_launch(before: Sequence[str], current: str, commands: Mapping[str, str])
         return [(name, option.help) for option in options for name in option.names]
     if not command:
         return COMMANDS.items()
-    if Path(command[0]).name == "wordrun":
-        return _of_wordrun(command[1:], current, commands)
-    if command[-1] == "-m":
+    if command[-1] == "-m" and arguments_of_wordrun([*command, "wordrun"]) is not None:
         return MODULES.items()
-    for end in range(2, len(command) + 1):
-        if list(command[end - 2 : end]) == ["-m", "wordrun"]:
-            return _of_wordrun(command[end:], current, commands)
-    return ()
+    arguments = arguments_of_wordrun(command)
+    if arguments is None or arguments[:1] == ("test_dist",):  # which has no options to complete
+        return ()
+    return _of_wordrun(arguments, current, commands)
 
 
 def _of_wordrun(before: Sequence[str], current: str, commands: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from wordrun.errors import ConfigError, UserError, nearest
 from wordrun.registry import Part, part_of, parts
 from wordrun.sections import TEXT, DataConfig as DataConfig, ModelConfig as ModelConfig, Section as Section
+from wordrun.synonyms import GONE
 from wordrun.validation import above_zero, fractions, metric_of, not_negative, one_of, positive
 
 DTYPES = {
@@ -770,9 +771,8 @@ class FSDPConfig(BackendConfig):
     """Context-parallel ranks: the number over which each sequence is divided, for sequences that are too long for one
     rank's memory; -1: all remaining ranks."""
     cp_attention: str = "auto"
-    """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads), gather (all gather
-    keys and values), ring (keys and values travel, for the least memory); auto: heads if their number allows it, or
-    ring."""
+    """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads) or gather (each
+    gathers keys and values); auto: heads if their number allows it, or gather."""
     ep: int = 1
     """Expert-parallel ranks: the number over which the experts of a mixture are divided; part of shard x cp."""
     tp: int | None = 1
@@ -790,7 +790,10 @@ class FSDPConfig(BackendConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
-        yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather", "ring"])
+        if self.cp_attention == "ring":
+            yield "backend.cp_attention=ring was removed: use auto, that is heads if their number allows it, or gather"
+        else:
+            yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather"])
         yield from not_negative("backend", self, "prefetch")
         yield from positive("backend", self, "ep")
 
@@ -954,8 +957,6 @@ class DilocoConfig(BackendConfig):
     """Nesterov momentum of the outer steps; 0: none."""
     fragments: int = 1
     """Divide the weights into this many fragments of whole blocks, exchanged at different steps (streaming DiLoCo)."""
-    exchange_bits: int = 32
-    """Bits per weight of what is exchanged: 32, 8 or 4."""
 
     @property
     def one_module(self) -> bool:
@@ -967,8 +968,6 @@ class DilocoConfig(BackendConfig):
         yield from positive("backend", self, "islands", "sync_every", "fragments")
         yield from above_zero("backend", self, "outer_lr")
         yield from fractions("backend", self, "outer_momentum")
-        if self.exchange_bits not in EXCHANGE_BITS:
-            yield f"backend.exchange_bits={self.exchange_bits} should be 32, 8 or 4"
         if self.fragments > self.sync_every:
             yield (
                 f"backend.fragments={self.fragments} are exchanged at different steps, and backend.sync_every="
@@ -1026,11 +1025,6 @@ class DilocoConfig(BackendConfig):
         """Return a message about the inner backend's options with the names that they have here."""
         return problem.replace("backend.", "backend.inner_options.")
 
-    @property
-    def bytes_per_weight(self) -> float:
-        """Bytes that an exchange sends per weight, with its part of the scales."""
-        return 4.0 if self.exchange_bits == 32 else self.exchange_bits / 8 + 4 / EXCHANGE_BLOCK
-
     def count(self, ranks: int, per_node: int) -> int:
         """Return the number of islands of ``ranks`` ranks, ``per_node`` to a node.
 
@@ -1044,11 +1038,6 @@ class DilocoConfig(BackendConfig):
                 f"backend.islands={wanted} does not divide {ranks} ranks: use {' or '.join(map(str, sorted(fits)))}"
             )
         return wanted
-
-
-EXCHANGE_BITS = (32, 8, 4)
-EXCHANGE_BLOCK = 128
-"""Weights that share a scale, if they are exchanged in 8 or 4 bits."""
 
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -1924,7 +1913,7 @@ def to_plain(cfg: Config) -> dict[str, dict[str, Any]]:
 
 
 def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
-    """Return the Config that ``to_plain`` converted; options that are newer have their defaults.
+    """Return the Config that ``to_plain`` converted; newer options have their defaults, and removed ones are left out.
 
     Raises:
         UserError: it has options that this version does not know, or values of the wrong type.
@@ -1945,6 +1934,7 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
 
 def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
     values = {RENAMED.get(f"{prefix}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
+    values = {name: value for name, value in values.items() if f"{prefix}.{name}" not in GONE}
     schema = values.pop("schema")
     known = schemas(section) if section in SECTIONS else {}
     if known and schema not in known:

@@ -13,6 +13,8 @@ from wordrun.synonyms import VALUES
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
+MARK = "wordrun"
+"""File that wordrun's commands leave in the folder in which launch's ranks report, whatever has started them."""
 SHOWN = 4
 """Lines of a part that are shown on the screen when it fails."""
 

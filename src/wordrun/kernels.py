@@ -12,6 +12,8 @@ LARGE = 2**24
 """Number of logits above which ``model.loss.cross_entropy`` is used; below, their memory does not matter."""
 CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
+ROWS = 512
+"""Most queries that attend at a time to keys gathered from other ranks, so that their masks are small."""
 SMALL_MASK = 2**22
 """Values of an attention mask up to which its memory does not matter."""
 TRITON = find_spec("triton") is not None

@@ -50,8 +50,9 @@ COMMANDS = {
 GONE: dict[str, str] = {
     "plan.speeds": "wordrun study scaling measures the time of a step",
     "plan.bandwidth": "wordrun study scaling measures the time of a step",
+    "backend.exchange_bits": "islands exchange fp32; for fewer bytes, raise backend.sync_every",
 }
-"""Options that wordrun no longer has, and what to use instead."""
+"""Options that wordrun no longer has, and what to use instead. Old checkpoints are read without them."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 

@@ -23,6 +23,7 @@ SMALL = [
 MODELS = {
     "gpt": ["model.bias=true"],
     "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "data.mask_documents=true"],
+    "window": ["model=llama_debug", "model.n_hidden=40", "model.window=9", "data.mask_documents=true"],
     "modern": ["model=modern", "model.n_hidden=48", "model.ngram_rows=[31,15]", "model.value_layers=[1]"],
     "preset": ["model=modern", "model.n_hidden=48", "model.zero_init=false"],
 }
@@ -30,22 +31,33 @@ TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
 FSDP, PP = ["train.backend=FSDP", "model.batch_size=4"], ["train.backend=PP", "model.batch_size=4", "metrics=[]"]
 TWO = {
     "gpt-heads": [*FSDP, "backend.cp=2"],
-    "gpt-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring", "train.activation_checkpointing=full"],
+    "gpt-gather": [*FSDP, "backend.cp=2", "backend.cp_attention=gather", "train.activation_checkpointing=full"],
     "llama-heads": [*FSDP, "backend.cp=2"],
-    "llama-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring"],
     "llama-gather": [*FSDP, "backend.cp=2", "backend.cp_attention=gather"],
     "modern-heads": [*FSDP, "backend.cp=2", "train.activation_checkpointing=selective"],
-    "modern-ring": [*FSDP, "backend.cp=2", "backend.cp_attention=ring"],
+    "modern-gather": [
+        *FSDP,
+        "backend.cp=2",
+        "backend.cp_attention=gather",
+        "train.activation_checkpointing=selective",
+    ],
     "preset-heads": [*FSDP, "backend.cp=2"],
+    "window-gather": [*FSDP, "backend.cp=2", "backend.cp_attention=gather"],
 }
 FOUR = {
     "gpt-four": [*FSDP, "backend.cp=4"],
-    "llama-ring-four": [*FSDP, "backend.cp=4", "backend.cp_attention=ring"],
+    "llama-gather-four": [*FSDP, "backend.cp=4", "backend.cp_attention=gather"],
     "llama-shard": ["train.backend=FSDP", "backend.cp=2", "backend.cp_attention=gather", "model.batch_size=2"],
     "gpt-tp": ["train.backend=TP", "backend.tp=2", "backend.cp=2", "model.batch_size=4"],
-    "llama-tp": ["train.backend=TP", "backend.tp=2", "backend.cp=2", "backend.cp_attention=ring", "model.batch_size=4"],
+    "llama-tp": [
+        "train.backend=TP",
+        "backend.tp=2",
+        "backend.cp=2",
+        "backend.cp_attention=gather",
+        "model.batch_size=4",
+    ],
     "modern-pp": [*PP, "backend.pp=2", "backend.cp=2"],
-    "llama-pp": [*PP, "backend.pp=2", "backend.cp=2", "backend.cp_attention=ring"],
+    "llama-pp": [*PP, "backend.pp=2", "backend.cp=2", "backend.cp_attention=gather"],
 }
 WITH_BF16 = "compat.cpu_is_fast_at_bf16 = lambda: True"  # so that bf16 is not replaced
 

@@ -62,10 +62,9 @@ def resume(run: str, step: int) -> str:
 
 def test_two_islands(ranks: Any, tmp_path: Path) -> None:
     # Steps 4 and 8 are between two exchanges. Dropout, whose RNG states are resumed as well.
-    parts = [*DILOCO, "model.dropout=0.1", "optimizer=muon", "backend.fragments=3", "backend.exchange_bits=4"]
+    parts = [*DILOCO, "model.dropout=0.1", "optimizer=muon", "backend.fragments=3"]
     runs = {
         "ddp": [*PLAIN, "train.backend=DDP"], "equal": EQUAL,
-        "8-bits": [*EQUAL, "backend.exchange_bits=8"], "4-bits": [*EQUAL, "backend.exchange_bits=4"],
         "whole": [*DILOCO, *SAVED], "whole-on": [*DILOCO, resume("whole", 4)],
         "parts": [*parts, *SAVED], "parts-on": [*parts, resume("parts", 8)],
         "one": [*DILOCO, "backend.islands=1", "backend.outer_lr=1", "backend.outer_momentum=0"], "adamw": [],
@@ -74,10 +73,6 @@ def test_two_islands(ranks: Any, tmp_path: Path) -> None:
     train(ranks, 2, runs, tmp_path)
     assert figures("equal") == pytest.approx(figures("ddp"), rel=1e-5)
     assert figures("ddp")[-1] < figures("ddp")[0] - 0.1, "the model should have learned something to compare"
-    # Their errors are a few percent, or a tenth, of a step.
-    assert figures("8-bits") == pytest.approx(figures("ddp"), rel=2e-3)
-    assert figures("4-bits") == pytest.approx(figures("ddp"), rel=2e-2)
-    assert figures("4-bits") != figures("8-bits") != figures("ddp")
     assert figures("whole-on") == figures("whole")
     assert figures("parts-on") == figures("parts")
     # One island trains as its inner backend, with outer steps that change nothing.

@@ -51,11 +51,11 @@ LAYOUTS = {
     "PP": ["train.backend=PP", "backend.pp=2", "model.batch_size=4"],
     "3D": ["train.backend=3D", "backend.pp=2", "backend.tp=2", "model.batch_size=4"],
     "cp, heads": [*FSDP, "backend.cp=2", "backend.cp_attention=heads", "model.batch_size=4"],
-    "cp, ring": [*FSDP, "backend.cp=4", "backend.cp_attention=ring", "model.batch_size=4"],
+    "cp, gather": [*FSDP, "backend.cp=4", "backend.cp_attention=gather", "model.batch_size=4"],
     "LoRA": [*FSDP, "model.lora_rank=2", "train.init_from=weights"],
     "DeepSpeed": ["train.backend=deepspeed", "backend.stage=2"],
 }
-ON_FOUR = ("3D", "cp, ring")
+ON_FOUR = ("3D", "cp, gather")
 """Layouts with two axes, or whose ranks do not all receive from each other; for the others two ranks are enough."""
 SHARDED = {"Gemma 3", "`modern`"}
 """The two families with most kinds of weights: under TP and PP, on four ranks, theirs are sharded as well."""

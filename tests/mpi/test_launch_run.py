@@ -311,6 +311,14 @@ time.sleep(61.5)
     assert "launch:   no such thing" in said
 
 
+def test_another_program_may_be_told_of_wordrun(tmp_path: Path) -> None:
+    """It is no training: SIGUSR1 has its usual effect on it, and its exit status 2 is none of wordrun's."""
+    path = script(tmp_path, "import os, signal, sys\nsys.exit(2 if signal.getsignal(signal.SIGUSR1) == 0 else 3)")
+    run = launch(tmp_path, "-n", "2", "python", path, "--project", "wordrun", "lr=1")
+    assert run.returncode == 2
+    assert re.search(r"^launch: rank \d ended with exit status 2$", run.stderr, re.MULTILINE), run.stderr
+
+
 def test_last_lines_are_not_repeated_where_nothing_covers_them(tmp_path: Path) -> None:
     run = launch(tmp_path, "-n", "2", "sh", "-c", "[ $RANK = 0 ] || { echo boom >&2; exit 3; }")
     assert run.returncode == 3

@@ -65,8 +65,9 @@ def test_mistakes_are_printed_once(ranks: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
-def test_an_error_of_all_ranks_is_printed_once(command: Command, tmp_path: Path) -> None:
-    done = command("launch", "-n", "2", "python", "-m", "wordrun", "data=text", "data.path=nothing.txt")
+@pytest.mark.parametrize("words", [["python", "-m", "wordrun"], ["sh", "-c", 'exec wordrun "$@"', "sh"]], ids=" ".join)
+def test_an_error_of_all_ranks_is_printed_once(command: Command, tmp_path: Path, words: list[str]) -> None:
+    done = command("launch", "-n", "2", *words, "data=text", "data.path=nothing.txt")
     assert done.returncode == 2
     assert done.stderr.count("nothing.txt cannot be read: No such file or directory") == 1
     assert "Traceback" not in done.stderr

@@ -110,6 +110,9 @@ def test_a_config_comes_back_typed(small: Words) -> None:
     for more in ([], ["model=llama_debug", "train.backend=3D", "tracker=wandb"]):
         cfg = wordrun.compose(small(*more))
         assert from_plain(json.loads(json.dumps(to_plain(cfg)))) == type(cfg)(**{**vars(cfg), "run_dir": ""})
+    plain = to_plain(wordrun.compose(small("train.backend=diloco")))
+    plain["backend"]["exchange_bits"] = 32  # of an earlier version
+    assert from_plain(plain).backend.name == "diloco"
     plain = to_plain(cfg)
     plain["train"]["of_the_future"] = 1
     with pytest.raises(UserError, match=r"train\.of_the_future, which this version of wordrun does not know"):

@@ -57,24 +57,19 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=4", "backend.cp_attention=heads", "model.n_head=2"],
             4,
-            "n_head=2 over backend.cp=4 x backend.tp=1 = 4 ranks: use backend.cp_attention=ring, or backend.cp=2",
+            "n_head=2 over backend.cp=4 x backend.tp=1 = 4 ranks: use backend.cp_attention=gather, or backend.cp=2",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "model.n_head=2", "model.dropout=0.1"],
             4,
-            "model.dropout=0.1 needs the attention weights of complete sequences, which backend.cp_attention=ring ",
+            "model.dropout=0.1 is not for backend.cp_attention=gather, which attends again",
         ),
         (
             ["train.backend=TP", "backend.cp=2", "backend.tp=2", "backend.cp_attention=heads", "model.n_head=2"],
             4,
-            "n_head=2 over backend.cp=2 x backend.tp=2 = 4 ranks: use backend.cp_attention=ring, or backend.cp=1",
+            "n_head=2 over backend.cp=2 x backend.tp=2 = 4 ranks: use backend.cp_attention=gather, or backend.cp=1",
         ),
-        (
-            ["train.backend=FSDP", "backend.cp=4", "model=llama_debug", "model.window=16"],
-            4,
-            "model.window=16 needs the attention weights of complete sequences, which backend.cp_attention=ring never "
-            "materializes: use model.block_size=16, or backend.cp=2 backend.cp_attention=heads",
-        ),
+        (["train.backend=FSDP", "backend.cp_attention=ring"], 4, "backend.cp_attention=ring was removed: use auto"),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),
         (

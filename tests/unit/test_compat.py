@@ -32,7 +32,6 @@ from wordrun.model.batch_norm import SyncBatchNorm
 if TYPE_CHECKING:
     from conftest import Command
 
-CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 TIMED = (
     (_fsdp_collectives, "DefaultAllGather"),
     (_fsdp_collectives, "DefaultReduceScatter"),
@@ -65,8 +64,6 @@ def remedy(name: str, function: str) -> str:
         (torch.nn.SyncBatchNorm, "_check_non_zero_input_channels", "check_channels"),
         (torch.cuda.memory, "_record_memory_history", "record_memory"),
         (torch.cuda.memory, "_dump_snapshot", "dump_memory"),
-        (torch.ops.aten, f"{CPU_ATTENTION}_backward", "compat_context.flash_attention_backward"),
-        (torch.ops.aten, "_scaled_dot_product_flash_attention_backward", "compat_context.flash_attention_backward"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json", "flight_recorder.flight_records"),
         (distributed_c10d._world, "pg_names", "flight_recorder.group_members"),
         (distributed_c10d._world, "pg_group_ranks", "flight_recorder.group_members"),

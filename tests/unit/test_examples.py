@@ -151,7 +151,8 @@ def test_a_folder_of_images_is_read() -> None:
     cfg = wordrun.compose(["data=imagefolder", "data.path=pets", "data.size=16", "data.augment=true"])
     data = images.imagefolder(cfg.data)  # type: ignore[arg-type]
     assert (len(data.train), len(data.val), data.model) == (18, 2, {"shape": [3, 16, 16], "classes": 2})
-    order = ExampleOrder(Reader(data.train, "training split", 2, data.threads), 1, data.augment)
+    reader = Reader(data.train, "training split", 2, draws=data.draws, threads=data.threads)
+    order = ExampleOrder(reader, 1, data.augment)
     batch = order.empty(18)
     order.fill(0, batch)
     assert batch.inputs.shape == (18, 3, 16, 16)

@@ -11,7 +11,7 @@ import pytest
 
 from wordrun.errors import ConfigError
 from wordrun.launch.parser import GROUPS, help_text, parse
-from wordrun.launch.request import Options
+from wordrun.launch.request import Options, arguments_of_wordrun
 
 pytestmark = pytest.mark.unit
 
@@ -30,6 +30,38 @@ def test_parsing_stops_at_the_command() -> None:
 @pytest.mark.parametrize("words", [["--", "-n", "3"], ["--np=2", "--", "-n", "3"]])
 def test_two_dashes_end_the_options(words: list[str]) -> None:
     assert parse(words).command == ("-n", "3")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("wordrun", []),
+        ("/venv/bin/wordrun data=sample", ["data=sample"]),
+        ("python -m wordrun", []),
+        ("python3.11 -um wordrun a=1", ["a=1"]),
+        ("python3.13t -mwordrun a=1", ["a=1"]),
+        ("python -X importtime -W ignore -m wordrun train a=1", ["train", "a=1"]),
+        ("python --check-hash-based-pycs default -Xdev -m wordrun -m a=1,2", ["-m", "a=1,2"]),
+        ("python -u -m wordrun.study scaling", ["study", "scaling"]),
+        ("python train.py --project wordrun lr=1", None),
+        ("python train.py -m wordrun lr=1", None),
+        ("python train.py --out /scratch/wordrun x=1", None),
+        ("python -c pass -m wordrun", None),
+        ("python - -m wordrun", None),
+        ("python -m torch.distributed.run -m wordrun a=1", None),
+        ("python -m wordrun_of_mine a=1", None),
+        ("python -W -m wordrun", None),
+        ("python", None),
+        ("mpirun wordrun a=1", None),
+        ("sh -c wordrun", None),
+    ],
+)
+def test_only_wordrun_itself_is_taken_for_wordrun(command: str, arguments: list[str] | None) -> None:
+    found = arguments_of_wordrun(command.split())
+    assert (None if found is None else [*found]) == arguments
+    options = parse(["-n", "2", *command.split()])
+    assert options.runs_wordrun is (arguments is not None)
+    assert options.trains is (arguments is not None and arguments[:1] != ["study"])
 
 
 def test_every_option_is_read() -> None:

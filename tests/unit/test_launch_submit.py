@@ -334,6 +334,7 @@ MARGINS = {
     "the command train": ("--walltime 1:00:00 -- wordrun train data=sample", 120),
     "a command that does not train": ("--walltime 1:00:00 -- python -m wordrun prepare data=sample", None),
     "a program that may know no SIGUSR1": ("--walltime 1:00:00 -- python train.py wordrun.yaml", None),
+    "one with an option of that name": ("--walltime 1:00:00 -- python train.py --project wordrun lr=1", None),
 }  # fmt: skip
 
 

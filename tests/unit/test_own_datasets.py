@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 import wordrun
 from wordrun.config import Config, DataConfig, ModelConfig
-from wordrun.data.draws import preserved, watched
-from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
+from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits, preserved
 from wordrun.data.loader import Loader
 from wordrun.data.tensor_batch import TensorBatch
 from wordrun.errors import ConfigError, UserError
@@ -49,7 +49,7 @@ class Weighted(TensorBatch):
 def read(items: Any, **options: Any) -> Any:
     reader = Reader(items, WHAT, **options)
     batch = reader.empty(len(items))
-    reader.fill(batch, np.arange(len(items)))
+    reader.fill(batch, np.arange(len(items)), str)
     return batch
 
 
@@ -79,20 +79,10 @@ def test_a_value_of_a_type_that_fits_is_accepted(first: Any, other: Any) -> None
     assert (batch.inputs[1], batch.targets[1]) == other
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1), lambda: torch.manual_seed(5)])
-def test_draws_are_noticed_and_undone(draw: Any) -> None:
-    with preserved():
-        expected = random.random(), np.random.rand(), torch.rand(1)
-    assert watched(draw)[1]
-    assert not watched(lambda: np.random.default_rng(1).random())[1]
-    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
-
-
 def test_random_examples_depend_on_the_seed_and_their_position_alone() -> None:
     def order(seed: int = 7) -> ExampleOrder:
         return ExampleOrder(Reader(Noisy(), WHAT, threads=2), seed)
 
-    assert order().draws
     with preserved():
         expected = random.random(), np.random.rand(), torch.rand(1)
     (whole,) = Loader(order(), 8, prefetch=0).step(4)
@@ -111,17 +101,45 @@ def test_random_examples_depend_on_the_seed_and_their_position_alone() -> None:
     assert torch.equal(first_.inputs, second.inputs)
 
 
-def test_an_augment_that_ignores_its_generator_is_noticed() -> None:
+def test_an_augment_may_ignore_its_generator() -> None:
     def augment(x: Tensor, rng: np.random.Generator) -> Tensor:
         return x + torch.rand(1)
 
     split = torch.utils.data.TensorDataset(torch.zeros(8, 1), torch.zeros(8))
     order = ExampleOrder(Reader(split, WHAT), 1, augment)
-    assert order.draws
-    assert not order.reader.draws
     first, second = (Loader(order, 8, prefetch=0).step(0)[0].inputs for _ in range(2))
     assert torch.equal(first, second)
     assert len(set(first.flatten().tolist())) == 8
+
+
+class Readers:
+    """Notes which threads read examples."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float]:
+        self.threads.add(threading.current_thread().name.rpartition("_")[0])
+        return torch.zeros(1), 0.0
+
+
+def test_examples_are_read_beside_the_steps_only_if_they_are_declared_not_to_draw(
+    own: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+    for draws in (True, False):
+        data = Readers()
+        splits = Splits(data, Noisy(), {"inputs": 1}, threads=2, draws=draws)
+        monkeypatch.setattr(sys.modules[__name__], "noisy", lambda _, splits=splits: splits)
+        with wordrun.Trainer(replace(own, run_dir=f"{draws}")) as trainer:
+            data.threads.clear()
+            trainer.train()
+        names.append(data.threads)
+        assert ("Splits(draws=False) reads ahead" in Path(f"{draws}/log.txt").read_text()) is draws
+    assert names == [{""}, {"wordrun-examples"}]
 
 
 @dataclass
@@ -170,9 +188,7 @@ def test_a_run_over_random_examples_is_resumed_exactly(own: Config) -> None:
 
     with wordrun.Trainer(own) as trainer:
         trainer.train()
-    assert (
-        Path("whole/log.txt").read_text().count("data noisy: reading an example draws from the process's random") == 1
-    )
+    assert Path("whole/log.txt").read_text().count("data noisy: each example is read with a seed of its own, ") == 1
     own.run_dir, own.train.resume = "again", "whole/checkpoints/step-00000003"
     with wordrun.Trainer(own) as trainer:
         trainer.train()

@@ -284,19 +284,26 @@ def test_a_text_model_trains_counts_tokens_and_generates_the_same_text_from_its_
 @pytest.mark.parametrize(
     ("words", "unread"),
     [
-        (["data=sample", "data.mask_documents=true"], "batch.documents"),
-        (["data=pairs", "data.path=pairs.jsonl", "data.mask_documents=false"], "batch.scale"),
-        (["data=pairs", "data.path=pairs.jsonl"], "batch.documents and batch.scale"),
+        (["data=sample", "data.mask_documents=true"], ["documents"]),
+        (["data=pairs", "data.path=pairs.jsonl", "data.mask_documents=false"], ["scale"]),
+        (["data=pairs", "data.path=pairs.jsonl"], ["documents", "scale"]),
     ],
 )
-def test_a_text_model_that_does_not_read_what_its_data_need_is_refused(
-    writer: Config, monkeypatch: pytest.MonkeyPatch, words: list[str], unread: str
+def test_a_text_model_that_does_not_declare_that_it_reads_what_its_data_need_is_refused(
+    writer: Config, monkeypatch: pytest.MonkeyPatch, words: list[str], unread: list[str]
 ) -> None:
     Path("pairs.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 500)
     cfg = wordrun.compose(["model=writer", *TEXT[1:], *words, "tokenizer=byte"])
-    with pytest.raises(ConfigError, match=f"Writer.losses does not read {unread}, so its losses would be wrong"):
+    missing, declared = " and ".join(f"batch.{name}" for name in unread), ("tokens", "targets", *unread)
+    with pytest.raises(ConfigError, match=f"Writer does not declare that its losses read {missing}, ") as refused:
         wordrun.Trainer(cfg)
+    assert f"write uses = {declared} in Writer" in str(refused.value)
     assert not Path("run").exists()
+    for wrong in ("scale", ("documents", "scales")):
+        monkeypatch.setattr(Writer, "uses", wrong, raising=False)
+        with pytest.raises(ConfigError, match=r"Writer\.uses=.* should be a tuple of fields of a batch: tokens"):
+            wordrun.Trainer(cfg)
+    monkeypatch.setattr(Writer, "uses", declared)
     losses = Writer.losses
     scale = torch.ones(())
 

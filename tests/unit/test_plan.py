@@ -571,6 +571,19 @@ def test_optimizer_state_is_the_optimizers(overrides: list[str], size: int) -> N
     assert need.optimizer == pytest.approx(size * model.parameters, rel=1e-3)
 
 
+def test_gathered_keys_and_values_need_memory_in_a_block() -> None:
+    words = ["data=sample", "model=gpt2", "model.dropout=0", "model.block_size=8192", "model.batch_size=1"]
+    found = {}
+    for kind in ("heads", "gather"):
+        cfg = compose(
+            [*words, "train.backend=FSDP", "backend.cp=4", f"backend.cp_attention={kind}", "train.dtype=bf16"]
+        )
+        found[kind] = memory(shapes_of(cfg.model, 50257), Strategy(kind, cfg, check(cfg, 4)), "full")
+    few = 2 * 3 * 64 * 8192  # keys and values of 3 of 12 heads
+    more = few * (2 * 2 + 2 * 4) + 512 * 8192 * (1 + 2)  # two copies and fp32 gradients, and a mask
+    assert found["gather"].block - found["heads"].block == pytest.approx(more)
+
+
 def test_muon_has_one_buffer_for_hidden_matrices() -> None:
     cfg = compose(["data=sample", "optimizer=muon"])
     model = shapes_of(cfg.model, 128)
@@ -588,12 +601,12 @@ def test_an_unknown_optimizer_has_no_estimate() -> None:
 @pytest.mark.parametrize(("per_node", "fits"), [(4, ""), (8, ""), (2, "backend.cp=2 keeps"), (1, "backend.cp=1 keeps")])
 def test_sequences_across_nodes_are_warned_of_with_what_they_cost(per_node: int, fits: str) -> None:
     words = ["model=llama_debug", "data=sample", "train.backend=FSDP", "backend.cp=4", "train.dtype=fp32"]
-    cfg = compose([*words, "backend.cp_attention=ring", "model.batch_size=2", "optimizer.gas=1"])
+    cfg = compose([*words, "backend.cp_attention=gather", "model.batch_size=2", "optimizer.gas=1"])
     said = spread_context(cfg, check(cfg, 4), per_node, lambda: shapes_of(cfg.model, 65))
     model = cfg.transformer
     keys_and_values = 2 * (model.n_embd // model.n_head) * model.key_heads()
     part = 4 * keys_and_values * 2 * model.block_size // 4  # bytes
-    sent = model.n_layer * part * (3 + 3 + 4) / 2**20  # in each pass, and gradients, which return to their rank
+    sent = model.n_layer * part * (3 + 3 + 3) / 2**20  # in each pass, and gradients
     spread = (
         f"backend.cp=4 spans nodes, which have {per_node} ranks each: for attention, each rank sends {sent:.1f} MiB"
     )

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from wordrun.backend.base import BackendSpec, Fetch, StepResult
 from wordrun.backend.ddp import DDPBackend
-from wordrun.backend.few_bits import mean_in_bits
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.native import NativeBackend
 from wordrun.backend.stopwatch import Stopwatch
@@ -122,8 +121,6 @@ class Islands(NativeBackend):
         """Return the mean of ``flat`` over the islands."""
         if self.islands == 1:
             return flat
-        if self.options_of_islands.exchange_bits < 32:
-            return mean_in_bits(flat, self.options_of_islands.exchange_bits, self.across)
         dist.all_reduce(flat, group=self.across)
         return flat.div_(self.islands)
 

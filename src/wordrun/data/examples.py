@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Protocol, Self
@@ -13,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wordrun.data.draws import preserved, seed_all, watched
 from wordrun.data.fixed_set import deal
 from wordrun.data.order import Permutation
 from wordrun.data.tensor_batch import TensorBatch
@@ -69,9 +70,13 @@ class Splits:
     augment: Augment | None = None
     """Applied to the inputs of training examples, or to training examples as dicts if ``batch`` is another class."""
     threads: int = 1
-    """Threads that read examples at the same time."""
+    """Threads that read examples at the same time, if ``draws`` is false."""
     batch: type[TensorBatch] = Examples
     """Class of the batches, a dataclass with a field for each value of an example."""
+    draws: bool = True
+    """Whether reading an example, or ``augment``, may draw from the process's random generators: Python's, NumPy's and
+    torch's. They are then seeded for each example, and examples are read between the steps, which draw from them, too.
+    """
 
 
 class Reader:
@@ -81,7 +86,8 @@ class Reader:
         dataset: the split.
         what: its name in messages.
         classes: number of classes, if the targets are classes.
-        threads: threads that read examples at the same time.
+        draws: whether they may draw from the process's random generators.
+        threads: threads that read examples at the same time, unless they draw.
         part: the part that has made the dataset, to be named if reading fails.
         batch: class of the batches, a dataclass; its fields without a default are what an example consists of.
 
@@ -91,14 +97,20 @@ class Reader:
 
     first: tuple[Tensor, ...]
     """Example 0."""
-    draws: bool
-    """Whether reading an example draws from the process's random generators, as reading example 0 did."""
 
     def __init__(
-        self, dataset: Dataset, what: str, classes: int | None = None, threads: int = 1, part: Part | None = None,
+        self,
+        dataset: Dataset,
+        what: str,
+        classes: int | None = None,
+        *,
+        draws: bool = True,
+        threads: int = 1,
+        part: Part | None = None,
         batch: type[TensorBatch] = Examples,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.dataset, self.what, self.classes, self.part, self.batch = dataset, what, classes, part, batch
+        self.draws = draws
         self.fields = tuple(
             each.name for each in fields(batch) if each.default is MISSING and each.default_factory is MISSING
         )
@@ -106,9 +118,9 @@ class Reader:
         self._check_indexed()
         if not len(dataset):
             raise ConfigError(f"the {what} has no examples")
-        self.pool = ThreadPoolExecutor(threads, "wordrun-examples") if threads > 1 else None
-        with self.blamed(0):
-            self.first, self.draws = watched(lambda: self[0])
+        self.pool = ThreadPoolExecutor(threads, "wordrun-examples") if threads > 1 and not draws else None
+        with self.blamed(0), preserved():
+            self.first = self[0]
         self.shapes = [(each.shape, each.dtype) for each in self.first]
 
     def _check_indexed(self) -> None:
@@ -180,23 +192,21 @@ class Reader:
         tensors = (torch.empty(size, *shape, dtype=dtype, pin_memory=pinned) for shape, dtype in self.shapes)
         return self.batch(**dict(zip(self.fields, tensors, strict=True)))
 
-    def fill(
-        self, batch: Any, indices: NDArray[np.int64], vary: Vary | None = None, key: Callable[[int], str] | None = None
-    ) -> None:
+    def fill(self, batch: Any, indices: NDArray[np.int64], key: Callable[[int], str], vary: Vary | None = None) -> None:
         """Overwrite ``batch`` with the examples at ``indices``.
 
         Args:
             batch: what ``empty`` returned.
             indices: of the examples in the dataset.
+            key: returns what the process's random generators are seeded with before a row is read, if examples draw
+                from them; they are restored at the end. No other thread may use them.
             vary: changes an example, given its row.
-            key: returns what the process's random generators are seeded with before a row is read; they are restored
-                at the end. No other thread may use them. None: reading does not use them.
         """
         rows = [getattr(batch, name) for name in self.fields]
 
         def read(row: int, index: int) -> None:
             with self.blamed(index):
-                if key is not None:
+                if self.draws:
                     seed_all(key(row))
                 example = self[index]
                 for at, (each, (shape, dtype)) in enumerate(zip(example, self.shapes, strict=True)):
@@ -207,9 +217,9 @@ class Reader:
                 for tensor, each in zip(rows, example, strict=True):
                     tensor[row] = each
 
-        with contextlib.nullcontext() if key is None else preserved():
+        with preserved() if self.draws else contextlib.nullcontext():
             # The list raises what a thread has raised.
-            list((self.pool.map if self.pool and key is None else map)(read, range(len(indices)), indices.tolist()))
+            list((self.pool.map if self.pool else map)(read, range(len(indices)), indices.tolist()))
 
     def _check_form(self, index: int, at: int, found: Tensor) -> None:
         """Raise a ConfigError if the example's value ``found`` of field ``at`` does not fit into a batch."""
@@ -228,6 +238,26 @@ class Reader:
                 f"example {index} of the {self.what} has {article} {theirs} {name}, but the first example's is "
                 f"{first}: return the same type for all, such as {such}"
             )
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the states of the process's random generators at the end of a ``with`` block."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_all(key: str) -> None:
+    """Seed the generators with a hash of ``key``; those of accelerators, which are slow to seed, are left alone."""
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)  # an integer, which takes 1 us; an array would take 7
+    torch.default_generator.manual_seed(number)
 
 
 def _described(value: Any) -> str:
@@ -260,16 +290,7 @@ class ExampleOrder:
     def __init__(self, reader: Reader, seed: int, augment: Augment | None = None) -> None:
         self.reader, self.seed, self.augment = reader, seed, augment
         self.per_epoch = len(reader.dataset)
-        self.augment_draws = False
-        if augment is not None:
-            with reader.blamed(0):
-                _, self.augment_draws = watched(lambda: self._varied(0, reader.first))
         self._epoch: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-
-    @property
-    def draws(self) -> bool:
-        """Whether the examples draw from the process's random generators, so that no other thread may read them."""
-        return self.reader.draws or self.augment_draws
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the indices in the dataset of the run's ``count`` examples from index ``first`` on."""
@@ -293,8 +314,8 @@ class ExampleOrder:
         vary: Vary | None = None
         if self.augment is not None:
             vary = lambda row, example: self._varied(first + row, example)  # noqa: E731
-        key = (lambda row: f"{self.seed}/{first + row}") if self.draws else None
-        self.reader.fill(batch, self.indices(first, len(batch)), vary, key)
+        # The position in the run determines the epoch and the example.
+        self.reader.fill(batch, self.indices(first, len(batch)), lambda row: f"{self.seed}/{first + row}", vary)
 
     def _varied(self, index: int, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the run's example ``index`` after ``augment``."""
@@ -326,6 +347,5 @@ class FixedExamples:
         part = slice(i * self.batch_size, (i + 1) * self.batch_size)
         batch, indices = self.reader.empty(self.batch_size), self.indices[part]
         # The same in every evaluation and on any number of ranks.
-        key = (lambda row: f"validation/{indices[row]}") if self.reader.draws else None
-        self.reader.fill(batch, indices, key=key)
+        self.reader.fill(batch, indices, lambda row: f"validation/{indices[row]}")
         return batch, torch.from_numpy(self.weights[part])

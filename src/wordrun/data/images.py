@@ -71,7 +71,7 @@ def splits(
     train: Any, val: Any, shape: Sequence[int], classes: int, origin: str, augment: Augment | None, threads: int = 1
 ) -> Splits:
     """Return data for a classifier of images of the ``shape`` (channels, height, width)."""
-    return Splits(train, val, {"shape": list(shape), "classes": classes}, origin, augment, threads)
+    return Splits(train, val, {"shape": list(shape), "classes": classes}, origin, augment, threads, draws=False)
 
 
 def digits(data: ImagesConfig) -> Splits:

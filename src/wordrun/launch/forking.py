@@ -16,6 +16,7 @@ def setup(plan: LaunchPlan, pipes: str) -> dict[str, Any]:
     command, fork = python_command(plan)
     return {
         "command": command, "fork": fork, "imports": fork and not plan.options.no_preimport, "pipes": pipes,
+        "wordrun": plan.options.runs_wordrun,
         "restarts": plan.options.retries, "bind": not plan.job.is_local,
     }  # fmt: skip
 

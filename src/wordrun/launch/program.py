@@ -53,9 +53,7 @@ def import_before(setup: Mapping[str, Any]) -> None:
     """Import what the ranks will need."""
     if not setup["imports"]:
         return
-    command = setup["command"]
-    is_wordrun = command[:2] == ["-m", "wordrun"] or os.path.basename(command[0]) == "wordrun"
-    for name in ("torch", *(FOR_WORDRUN if is_wordrun else ())):
+    for name in ("torch", *(FOR_WORDRUN if setup["wordrun"] else ())):
         try:
             importlib.import_module(name)
         except ImportError:

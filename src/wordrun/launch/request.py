@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wordrun.launch.job import Job
@@ -72,7 +72,7 @@ class Options:
 
     @property
     def runs_wordrun(self) -> bool:
-        """Whether ``command`` is one of wordrun's, which print what is wrong before they exit with status 2."""
+        """Whether ``command`` is one of wordrun's."""
         return bool(self._arguments)
 
     @property
@@ -91,8 +91,7 @@ class Options:
     @property
     def studies(self) -> bool:
         """Whether ``command`` is a study, which launches its points itself."""
-        modules = zip(self.command, self.command[1:], strict=False)
-        return self.command_name == "study" or ("-m", "wordrun.study") in modules
+        return self.command_name == "study"
 
     @property
     def launches_points(self) -> bool:
@@ -107,9 +106,35 @@ class Options:
     @property
     def _arguments(self) -> tuple[str, ...]:
         """What follows wordrun in ``command`` ("" if nothing does); empty if it is another command."""
-        places = (at for at, word in enumerate(self.command) if os.path.basename(word) == "wordrun")
-        at = next(places, None)
-        return () if at is None else self.command[at + 1 :] or ("",)
+        found = arguments_of_wordrun(self.command)
+        return () if found is None else found or ("",)
+
+
+def arguments_of_wordrun(command: Sequence[str]) -> tuple[str, ...] | None:
+    """Return what follows wordrun in ``command``, which starts it as ``wordrun`` or ``python -m wordrun``; None: it
+    starts another program. ``python -m wordrun.NAME`` is ``wordrun NAME``.
+    """
+    program, *rest = command or ("",)
+    if os.path.basename(program) == "wordrun":
+        return tuple(rest)
+    if not re.fullmatch(r"python[\d.]*t?", os.path.basename(program)):
+        return None
+    words = iter(rest)
+    for word in words:
+        if word == "--check-hash-based-pycs":
+            next(words, "")
+            continue
+        # Several of Python's flags in one word, or one with a value.
+        flags = re.fullmatch(r"-(?P<others>[^-cmWX]*)((?P<last>[cmWX])(?P<value>.*))?", word)
+        if not flags or word == "-":  # a script, or a program on the standard input
+            return None
+        value = flags["value"] or (next(words, "") if flags["last"] else "")
+        if flags["last"] == "c":
+            return None
+        if flags["last"] == "m":
+            package, _, name = value.partition(".")
+            return (*filter(None, [name]), *words) if package == "wordrun" else None
+    return None
 
 
 def seconds(walltime: str) -> int:

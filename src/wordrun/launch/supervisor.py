@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from wordrun import stack_requests
-from wordrun.errors import REQUEUE, ConfigError, short_lines
+from wordrun.errors import MARK, REQUEUE, ConfigError, short_lines
 from wordrun.launch import processes
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.launchers.base import STOPPING
@@ -133,7 +133,8 @@ class Supervisor:
         self.output.hush()
         if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
             self.patience(FAILURE_PATIENCE_S, self.give_up)
-            if status == ConfigError.exit_status and self.plan.options.runs_wordrun:
+            is_wordrun = self.plan.options.runs_wordrun or os.path.exists(os.path.join(self.status_dir, MARK))
+            if status == ConfigError.exit_status and is_wordrun:
                 return  # it has said what is wrong with the options
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S

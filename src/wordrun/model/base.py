@@ -71,6 +71,8 @@ class Model(nn.Module):
 
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
+    uses: tuple[str, ...] = ("tokens", "targets")
+    """Fields of a batch of text that ``losses`` reads; data that need documents or scale are refused without these."""
     averages_buffers = True
     """Whether persistent buffers of floating-point numbers depend on a rank's data, to be averaged after each step."""
     compiled_loss = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wordrun.errors import ConfigError
 from wordrun.model.base import Model
 
-SHARED = {"losses", "metrics", "tensor_parallel_plan", "blocks"}
+SHARED = {"losses", "metrics", "uses", "tensor_parallel_plan", "blocks"}
 """Attributes of ``Model`` that a plain module may define, with the same meaning."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """A plain module's ``blocks`` are sharded, recomputed and compiled one by one if they are one of these."""

@@ -41,6 +41,7 @@ class Transformer(Model):
         multiple: pad the vocabulary to a multiple of this.
     """
 
+    uses: tuple[str, ...] = ("tokens", "targets", "documents", "scale")
     uncompiled: tuple[str, ...] = ("feature_losses",)  # compiles its kernel itself
     computes_losses_in_fp32 = True
     softcap = 0.0

@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, checkpointing_of
-from wordrun.kernels import CHUNK, LARGE, keeps_weights
+from wordrun.checks import context_attention
+from wordrun.config import (
+    FSDPConfig,
+    GPTConfig,
+    LlamaConfig,
+    ModernConfig,
+    MoEConfig,
+    TransformerConfig,
+    checkpointing_of,
+)
+from wordrun.kernels import CHUNK, LARGE, ROWS, keeps_weights
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
 
@@ -190,8 +199,21 @@ def activation_memory(
     return {
         "activations": tokens * per_token,
         "logits": logits,
-        "block": tokens * (recomputed + start + widest),  # start: the stream's gradient
+        "block": tokens * (recomputed + start + widest) + _gathered(strategy, tokens),  # start: the stream's gradient
     }
+
+
+def _gathered(strategy: Strategy, tokens: float) -> float:
+    """Return the bytes of the keys and values that context-parallel ranks gather, their gradients and their masks."""
+    cfg, at, backend = strategy.cfg.transformer, strategy.layout, strategy.backend
+    if at.cp == 1 or not isinstance(backend, FSDPConfig) or context_attention(backend, strategy.cfg, at) == "heads":
+        return 0.0
+    head = cfg.attention_width() / cfg.n_head
+    few = max(1, cfg.key_heads() // at.tp // at.cp)
+    elements = 2 * few * head * tokens * at.cp
+    sequences = tokens * at.cp / cfg.block_size if getattr(strategy.cfg.data, "mask_documents", False) else 1
+    masks = sequences * ROWS * cfg.block_size * (1 + strategy.compute)  # as booleans, and added to scores
+    return elements * (2 * strategy.compute + 2 * FP32) + masks
 
 
 def _in_chunks(model: ModelShapes, strategy: Strategy, tokens: float) -> bool:

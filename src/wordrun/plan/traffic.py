@@ -88,12 +88,9 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
 def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     """An island's own traffic, and the exchange among islands, as its share of a step."""
     mine, islands = on_island(strategy, options), strategy.layout.islands
-    total = options.bytes_per_weight * numel(model.stage(model.layers), shard=mine.layout.shards)
-    once = ring(1, islands) * total / options.sync_every
-    exchange = [Traffic("all_reduce", islands, 2 * once)]
-    if options.exchange_bits < 32:
-        exchange = [Traffic(each, islands, once) for each in ("all_to_all", "all_gather")]
-    return [*traffic(mine.backend, model, mine, pp_rank), *exchange]
+    total = 4 * numel(model.stage(model.layers), shard=mine.layout.shards)
+    sent = ring(2, islands) * total / options.sync_every
+    return [*traffic(mine.backend, model, mine, pp_rank), Traffic("all_reduce", islands, sent)]
 
 
 def messages(options: PPConfig, model: ModelShapes, strategy: Strategy, stages: Stages) -> tuple[int, float]:
@@ -175,6 +172,4 @@ def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | Non
         return [Traffic("all_to_all", at.cp, 2 * calls * ring(1, at.cp) * both)]
     part = strategy.tokens * keys
     sent, returned = 2 * (at.cp - 1) * part * strategy.compute, (at.cp - 1) * part * FP32
-    if kind == "gather":
-        return [Traffic("all_gather", at.cp, calls * sent), Traffic("reduce_scatter", at.cp, calls * returned)]
-    return [Traffic("point_to_point", at.cp, calls * (sent + returned + part * FP32))]
+    return [Traffic("all_gather", at.cp, calls * sent), Traffic("reduce_scatter", at.cp, calls * returned)]

@@ -37,11 +37,16 @@ class ExamplesTask(Task):
         self.arguments = self.data.model
         self.make_model = partial(new_model, cfg.model, **self.arguments)
         self.meta_model: Model = self.make_model()
-        classes = self.arguments.get("classes")
-        self.train, self.val = (
-            Reader(dataset, f"{split} split of data={cfg.data.name}", classes, self.data.threads, part, self.data.batch)
-            for split, dataset in (("training", self.data.train), ("validation", self.data.val))
+        reader = partial(
+            Reader,
+            classes=self.arguments.get("classes"),
+            draws=self.data.draws,
+            threads=self.data.threads,
+            part=part,
+            batch=self.data.batch,
         )
+        self.train = reader(self.data.train, f"training split of data={cfg.data.name}")
+        self.val = reader(self.data.val, f"validation split of data={cfg.data.name}")
         self.order = ExampleOrder(self.train, cfg.train.seed, self.data.augment)
         self.flops_per_example = flops_of(self.make_model(), self.train.empty(1).to(torch.device("meta")))
 
@@ -49,7 +54,7 @@ class ExamplesTask(Task):
         """Return this rank's training batches, ``gas`` micro-batches for each step."""
         cfg = self.cfg
         # Examples that draw from the process's random generators are not read beside the steps, which draw from them.
-        prefetch = 0 if self.order.draws else cfg.data.prefetch
+        prefetch = 0 if self.data.draws else cfg.data.prefetch
         return Loader(self.order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
     def validation_set(self, count: int | None) -> FixedExamples:
@@ -78,15 +83,12 @@ class ExamplesTask(Task):
             self.cfg.data.name, f"{self.data.origin}; " * bool(self.data.origin), f"{train:,}", f"{val:,}",
             examples / train,
         )  # fmt: skip
-        if self.order.draws and (self.cfg.data.prefetch or self.data.threads > 1):
-            who, remedy = "reading an example", "to read ahead, draw in Splits(augment=...), which gets a generator"
-            if not self.train.draws:
-                who, remedy = "augment", "to read ahead, draw from the generator that it gets"
-            LOGGER.warning(
-                "data %s: %s draws from the process's random generators; so that the run can be repeated and resumed "
-                "exactly, each example is read with a seed of its own, between the steps and in one thread; %s",
-                self.cfg.data.name, who, remedy,
-            )  # fmt: skip
+        if self.data.draws and (self.cfg.data.prefetch or self.data.threads > 1):
+            LOGGER.info(
+                "data %s: each example is read with a seed of its own, between the steps and in one thread; if reading "
+                "draws from no random generator of the process, Splits(draws=False) reads ahead",
+                self.cfg.data.name,
+            )
 
 
 def open_in_turn(cfg: Config, world: dist.World) -> Splits:

@@ -43,6 +43,8 @@ EPOCHS = 40
 """Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""
 EPOCHS_WITH_DROPOUT = 100
 """The same with dropout; experiment=shakespeare has 82."""
+FIELDS = ("tokens", "targets", "documents", "scale")
+"""What a model's ``losses`` can read of a batch."""
 SAMPLE = "sample"
 """Name and kind of the embedded text."""
 
@@ -75,6 +77,7 @@ class LanguageTask(Task):
             self.meta_model, self.vocab_size, cfg.text_model.block_size
         )
         self._check_vocabulary()
+        self._check_reads()
         self.sequences = order_of_run(cfg, self.corpus)
         if self._samples():  # now rather than after the first steps
             self._begin(cfg.train.sample_prompt, "train.sample_prompt", ", or train.sample_tokens=0 for no samples")
@@ -121,21 +124,21 @@ class LanguageTask(Task):
         if isinstance(model, Transformer):
             return model.flops_per_token() * size
         tokens, targets = torch.empty(2, 1, size, dtype=torch.int64, device="meta")
-        batch = _Watched(tokens, targets, eot=0, scale=torch.empty((), device="meta"))
-        flops = flops_of(model, batch)
-        if flops:  # else it cannot run without values, and may have failed before it read all that it uses
-            self._check_reads(type(model).__name__, batch.read)
-        return flops
+        return flops_of(model, Batch(tokens, targets, eot=0, scale=torch.empty((), device="meta")))
 
-    def _check_reads(self, model: str, read: set[str]) -> None:
-        """Raise a ConfigError if the data need more than what the method ``losses`` of a plain model has read."""
-        data = self.cfg.text
+    def _check_reads(self) -> None:
+        """Raise a ConfigError if the data need more than what the model's ``losses`` reads, as ``uses`` declares."""
+        data, name, uses = self.cfg.text, type(self.meta_model).__name__, self.meta_model.uses
+        if not isinstance(uses, tuple) or not {*uses} <= {*FIELDS}:
+            raise ConfigError(f"{name}.uses={uses!r} should be a tuple of fields of a batch: {', '.join(FIELDS)}")
         needed = {"documents": data.mask_documents, "scale": data.kind == "pairs"}
-        if unread := [f"batch.{name}" for name, need in needed.items() if need and name not in read]:
+        if undeclared := [field for field, need in needed.items() if need and field not in uses]:
             option = " with data.mask_documents=true" if data.mask_documents else ""
             raise ConfigError(
-                f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {model}.losses does not "
-                f"read {' and '.join(unread)}, so its losses would be wrong; use them in losses, or choose other data",
+                f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {name} does not declare "
+                f"that its losses read {' and '.join(f'batch.{each}' for each in undeclared)}, and they would be "
+                f"wrong otherwise: use them in losses and write uses = {(*uses, *undeclared)} in {name}, or choose other "
+                "data",
                 page="extend.md#a-model",
             )
 
@@ -321,22 +324,6 @@ class LanguageTask(Task):
             LOGGER.warning("no samples: %s", self.no_samples)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
-
-
-class _Watched(Batch):
-    """A batch that notes which of its attributes a model reads."""
-
-    @property
-    def read(self) -> set[str]:
-        """The names of the attributes that have been read."""
-        found: set[str] = vars(self).setdefault("_read", set())
-        return found
-
-    def __getattribute__(self, name: str) -> Any:
-        """Return an attribute, and note its name."""
-        if name in ("documents", "scale"):
-            self.read.add(name)
-        return super().__getattribute__(name)
 
 
 def _shapes(cfg: Config, vocab_size: int) -> ModelShapes | None:
