@@ -155,7 +155,6 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _seconds_or_0),
-        Option(("--prewarm",), "prewarm", "first read Python's packages on each node, for slow file systems"),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts to use, one per line (in a job: some of the job's hosts)", "FILE"),
         Option(("--site",), "site", "site: a name or a YAML file", "NAME"),
@@ -185,7 +184,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
 }
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "--prewarm": "copy the Python environment to node-local disk (docs/launch.md#slow-imports)",
+}
 """Options that ``launch`` no longer has, and what to use instead."""
 
 _RANKS, _START, SUBMISSION, _ = GROUPS.values()

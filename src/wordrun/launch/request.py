@@ -49,7 +49,6 @@ class Options:
     stay: float | None = None
     """Seconds in which surviving ranks may leave a generation and stay; 0: all are restarted; None: ``STAY_S``."""
     spare_nodes: int = 0
-    prewarm: bool = False
     """Read the environment's files on each node before the ranks start."""
     submit: bool = False
     walltime: str | None = None
