@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun import stack_requests
-from wordrun.dist import World, hang, imported, stacks, waits, watch
+from wordrun.dist import World, hang, stacks, waits, watch
 from wordrun.dist.hang import Answer
 from wordrun.dist.mesh import Layout
 from wordrun.train import failing
@@ -212,18 +211,6 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
     assert f"{Path(__file__).name}:" in caplog.messages[0]
     assert "no progress for 1 s: at " in caplog.messages[0]
     assert "cannot ask other ranks: " in caplog.messages[0]
-
-
-def test_a_module_is_seen_right_after_its_first_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "late_module.py").write_text("ready = True\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[bool] = []
-    finders = [*sys.meta_path]
-    imported.when_imported("late_module", lambda module: seen.append(module.ready))
-    importlib.import_module("late_module")
-    imported.when_imported("late_module", lambda module: seen.append(module.ready))
-    assert seen == [True, True]
-    assert sys.meta_path == finders
 
 
 RECORDS = """

@@ -255,7 +255,7 @@ def test_no_file_is_too_long_to_read() -> None:
 OF_LIBRARIES = {
     "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
     "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
-    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo", "exec_module", "COMM_WORLD",
+    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "_dynamo",
     "_compiled_call_impl",
 }  # fmt: skip
 

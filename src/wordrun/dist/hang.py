@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from wordrun.dist import mpi_calls, stacks
+from wordrun.dist import stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
 
@@ -43,8 +43,6 @@ class Answer:
     """The function of torch.distributed that the main thread is in."""
     pending: Sequence[Mapping[str, Any]] = ()
     """The collectives that it waits for: group, number in the group (seq), operation (op) and size."""
-    aborts: bool = False
-    """Whether C++ code is about to abort it."""
     last: Mapping[str, int] = field(default_factory=dict)
     """The number of its last collective in each group."""
     recent: Sequence[Mapping[str, Any]] = ()
@@ -80,12 +78,6 @@ class Blocked:
     """The ranks that have reached it, as far as is known, by operation and size; several if they disagree."""
     members: Sequence[int]
     """The ranks of the group."""
-
-
-def aborts(answers: Sequence[Answer]) -> str:
-    """Return which ranks C++ code is about to abort."""
-    ranks = [answer.rank for answer in answers if answer.aborts]
-    return f"C++ code is aborting {names(ranks) if ranks else 'a rank'}"
 
 
 def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, *, hangs: bool = True) -> str:
@@ -128,7 +120,7 @@ def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
 
     Without any, one whose ranks disagree about it; None: nobody waits for a collective.
     """
-    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p", mpi_calls.UNNUMBERED})
+    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p"})
     found = [_blocked(group, answers, size) for group in groups]
     free = set(range(size)) - {answer.rank for answer in answers if answer.pending}
 
@@ -158,7 +150,7 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
 def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
     """Return who has not reached a collective, or how the ranks disagree about it."""
     of, first = f"of {len(blocked.members)} ranks", blocked.members[0]
-    if blocked.group not in ("0", mpi_calls.GROUP):
+    if blocked.group != "0":
         along = [f" along {axis}" for axis in AXES if [*layout.group(first, axis)] == [*blocked.members]]
         of += along[0] if along else f" in group {blocked.group}"
     calls = [

@@ -1,4 +1,4 @@
-"""What this process waits for, as far as torch and mpi4py know: its collectives, their groups, and for how long."""
+"""What this process waits for: its collectives, as far as torch knows, their groups, and for how long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wordrun import flight_recorder
-from wordrun.dist import mpi_calls, stacks
+from wordrun.dist import stacks
 
 # Ranks reach init_process_group at different times, so they may wait there this many times as long.
 START_FACTOR = 5.0
@@ -47,17 +47,20 @@ def is_joined() -> bool:
 
 
 class Waits:
-    """For how many seconds the process has been waiting for others, as far as torch and mpi4py know."""
+    """For how many seconds the process has been waiting for others, in calls of torch or mpi4py."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
         """By group: how many collectives have begun and ended, and since when."""
         self._call: tuple[Any, float] = None, 0.0
         """The main thread's call of torch.distributed, such as recv, which torch does not count, and since when."""
+        self._pulse = stacks.Pulse()
 
     def __call__(self) -> float:
         """Return the longest time; 0: it is not waiting."""
-        now, waited = time.monotonic(), mpi_calls.CALLS.waited()
+        now, waited = time.monotonic(), self._pulse()
+        if not stacks.mpi_call(stacks.own()):
+            waited = 0.0
         # As this keeps the frame, another call has another one.
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import files, slurm, stack_requests
-from wordrun.dist import hang, mpi_calls, stacks, uncaught
-from wordrun.dist.imported import when_imported
+from wordrun.dist import hang, stacks
 from wordrun.dist.mesh import Layout
 from wordrun.dist.waits import START_FACTOR, Waits, collectives, is_joined
 from wordrun.dist.world import World, discover
@@ -39,7 +38,7 @@ START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
 EARLIER = 0.8  # a hang is reported at the latest after this share of the time limit of collectives
-ASKED_S = 10.0  # the same for an answer to a question, without a hang, or before an abort
+ASKED_S = 10.0  # the same for an answer to a question, without a hang
 
 
 class Watch:
@@ -71,12 +70,10 @@ class Watch:
         self._every = max(self._tick, self.world.size / LOOKS_PER_S)
         """Seconds between checks for requests."""
         self._ended = threading.Event()
-        self._aborts = False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._dump = stacks.Dump(self._name, world.rank)
         self._thread.start()
         _active.append(self)
-        when_imported("torch", lambda torch: uncaught.before_abort(_before_abort))
 
     def close(self) -> None:
         """Stop watching."""
@@ -120,8 +117,8 @@ class Watch:
         return limit if math.isinf(limit) else min(limit, self._most)
 
     def ask(self, why: str) -> None:
-        """Ask all ranks where they are, unless somebody has just done so; ``why``: hang, question or abort."""
-        starts = not is_joined() and not mpi_calls.CALLS.pending
+        """Ask all ranks where they are, unless somebody has just done so; ``why``: hang or question."""
+        starts = not is_joined() and not stacks.mpi_call(stacks.own())
         seconds = self.hang_s * (START_FACTOR if starts else 1.0) if math.isinf(self.limit) else self.limit
         try:
             stack_requests.request(self.folder, why, seconds)
@@ -129,19 +126,6 @@ class Watch:
             since = f"no progress for {seconds:g} s: " if why == "hang" else ""
             line = stacks.user_line(stacks.own())
             LOGGER.error("%sat %s; cannot ask other ranks: %s: %s", since, line, error.filename, error.strerror)
-
-    def before_abort(self) -> None:
-        """Have all ranks report where they are, and wait for that; C++ code is about to abort this process."""
-        if not self._thread.is_alive():  # in a process that this one has forked
-            return
-        self._aborts = True
-        self.ask("abort")
-        until = time.monotonic() + ASKED_S + 2 * self._every
-        while (self.folder / stack_requests.REQUEST).exists():
-            if time.monotonic() > until:
-                return
-            time.sleep(0.05)
-        self._dump.disable()  # the report has the stacks
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread
@@ -217,47 +201,32 @@ class Watch:
     def _own_answer(self, idle_s: float) -> dict[str, Any]:
         found = stacks.own()
         seen = collectives(self.world.size)
-        calls, call = mpi_calls.CALLS, stacks.torch_call(found)
-        if calls.count:
-            seen["last"][mpi_calls.GROUP] = calls.count
-        if calls.pending:
-            group, op, size = calls.pending
-            call = call or op
-            seen["pending"].append({"group": group, "seq": calls.count, "op": op, "size": size})
         return vars(
             hang.Answer(
                 self.world.rank, self.world.host, os.getpid(), phase=self._phase, step=self.step, idle_s=idle_s,
                 stacks={name: list(each) for name, each in found.items()}, line=stacks.user_line(found),
-                call=call, aborts=self._aborts, **seen,
+                call=stacks.torch_call(found) or stacks.mpi_call(found), **seen,
             )
         )  # fmt: skip
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
         found = [hang.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]
         found.sort(key=lambda answer: answer.rank)
-        kind = {"hang": "hang", "abort": "abort"}.get(asked["why"], "stacks")
+        kind = "hang" if asked["why"] == "hang" else "stacks"
         name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
-        lead = {
-            "hang": f"no progress for {asked['seconds']:g} s", "abort": hang.aborts(found),
-            "stacks": "where the ranks are now",
-        }[kind]  # fmt: skip
+        lead = f"no progress for {asked['seconds']:g} s" if kind == "hang" else "where the ranks are now"
         text = f"{lead}: {hang.describe(found, self.world, self.layout, hangs=kind != 'stacks')}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
         self.reported = path if kind == "hang" else None
         log = LOGGER.warning if kind == "stacks" else LOGGER.error
         log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
-        stack_requests.withdraw(self.folder, asked["id"])  # after which a rank that is to be aborted is
+        stack_requests.withdraw(self.folder, asked["id"])
 
 
 _active: list[Watch] = []
 """The watches of this process, the newest last: a notebook may have several trainers."""
-
-
-def _before_abort() -> None:
-    if _active:
-        _active[-1].before_abort()
 
 
 def reported() -> Path | None:
@@ -315,7 +284,6 @@ def start_from_env() -> None:
     if world.size > 1:
         global _forced_s
         _forced_s = float(os.environ.pop("WORDRUN_HANG_S"))
-        mpi_calls.watch()
         start_for_script(world, _forced_s)
 
 
