@@ -238,7 +238,7 @@ def hosts() -> Iterator[list[str]]:
 ENDING = """
 import os, runpy, sys, threading, time
 from pathlib import Path
-from wordrun.dist import stacks, waits, watch
+from wordrun.dist import stacks, watch
 
 def end_when_reported():
     while not list(Path.cwd().rglob("hang-*.txt")):
@@ -249,8 +249,8 @@ stacks.DUMP_S = 20.0
 threading.Thread(target=end_when_reported, daemon=True).start()
 if "WORDRUN_HANG_S" in os.environ:
     # On a busy machine any step may take seconds.
-    measured = waits.Waits.__call__
-    waits.Waits.__call__ = lambda self: measured(self) if os.path.exists("reached") else 0.0
+    measured = watch.Waits.__call__
+    watch.Waits.__call__ = lambda self: measured(self) if os.path.exists("reached") else 0.0
     watch.start_from_env()  # as the sitecustomize of launch --hang does
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

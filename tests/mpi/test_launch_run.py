@@ -136,8 +136,8 @@ def start(start: Start) -> Iterator[Start]:
     """Start launch without waiting for it; what still runs at the end of the test is ended."""
     jobs: list[subprocess.Popen[str]] = []
 
-    def begin(cwd: Path, *words: str) -> subprocess.Popen[str]:
-        jobs.append(start(LAUNCH, *words, cwd=cwd, env=environment(cwd), stdin=subprocess.DEVNULL))
+    def begin(cwd: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+        jobs.append(start(LAUNCH, *words, cwd=cwd, env={**environment(cwd), **env}, stdin=subprocess.DEVNULL))
         return jobs[-1]
 
     yield begin
@@ -469,6 +469,20 @@ def test_idle_ranks_are_looked_at_by_py_spy(tmp_path: Path) -> None:
     run = idle(tmp_path, 'echo "stacks of $3: $(tr "\\0" " " < /proc/$3/cmdline)"')
     assert run.returncode == 124
     assert len(re.findall(rf"stacks of \d+: \S*python\S* {tmp_path}/script.py", run.stderr)) == 2, run.stderr
+
+
+def test_on_sigquit_py_spy_shows_programs_that_do_not_use_wordrun(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "py-spy").write_text('#!/bin/sh\necho "stacks of $3: $(tr "\\0" " " < /proc/$3/cmdline)"\n')
+    (tmp_path / "py-spy").chmod(0o755)
+    job = start(tmp_path, "-n", "2", "python", script(tmp_path, STUCK), PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(2)] == ["stuck\n"] * 2
+    job.send_signal(signal.SIGQUIT)
+    time.sleep(3)
+    job.terminate()
+    _, err = job.communicate(timeout=60)
+    assert len(re.findall(rf"stacks of \d+: \S*python\S* {tmp_path}/script.py", err)) == 2, err
+    assert "launch: asked the ranks where they are\n" in err
 
 
 def test_idle_timeout_counts_from_the_last_output_and_changes_none(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from wordrun import flight_recorder
 from wordrun.dist import stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
 
 # A message names this many groups of ranks, and each this many ranges and hosts; the report has all of them.
 GROUPS, SHOWN = 6, 8
+MOST = 20
+"""Number of collectives that an answer describes."""
 UNKNOWN = Layout()
 
 
@@ -63,6 +67,35 @@ class Answer:
         calls = [f"{call['op']} of {call['size']}" for group in others[:1] if (call := self.waits_for(group))]
         another = " of another group" if blocked else ""
         return f"at {self.line}{doing}{f', waiting in {calls[0]}{another}' if calls else ''}"
+
+
+def collectives(size: int) -> dict[str, Any]:
+    """Return what a ``hang.Answer`` of one of ``size`` ranks says of collectives: groups, pending, last and recent."""
+    records = flight_recorder.flight_records() if is_joined() else []
+    last: dict[str, int] = {}
+    for record in records:
+        last[record["group"]] = max(last.get(record["group"], 0), record["seq"])
+    members = flight_recorder.group_members() if records else {}
+    named = [({name: record[name] for name in ("group", "seq", "op", "size")}, record["pending"]) for record in records]
+    return {
+        "groups": {group: spans(members[group], size) for group in last if group in members}, "last": last,
+        "pending": [call for call, pending in named if pending][:MOST], "recent": [call for call, _ in named[-MOST:]],
+    }  # fmt: skip
+
+
+def spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Return ``members`` as the first, last and distance of ranges, one as a rule; empty: all ranks."""
+    if len(members) == size:
+        return []
+    distance = members[1] - members[0] if members[1:] else 1
+    if [*range(members[0], members[-1] + 1, distance)] == list(members):
+        return [(members[0], members[-1], distance)]
+    return [(member, member, 1) for member in members]
+
+
+def is_joined() -> bool:
+    """Return whether this process has a torch process group, without importing torch."""
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 
 @dataclass(frozen=True)

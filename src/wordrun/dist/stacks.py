@@ -18,9 +18,9 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from wordrun.files import read_proc
 
@@ -39,18 +39,12 @@ DUMP_S = 3.0
 
 def own() -> dict[str, Stack]:
     """Return the stacks of this process's threads by name, except of the thread that calls this; the main one first."""
-    frames = sys._current_frames()
-    me = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()} | {threading.main_thread().ident: MAIN}
     found: dict[str, Stack] = {}
-    for ident, frame in sorted(frames.items(), key=lambda item: names.get(item[0]) != MAIN):
-        calls: list[tuple[str, int, str]] = []
-        at: FrameType | None = frame
-        while at is not None:
-            calls.append((at.f_code.co_filename, at.f_lineno or 0, at.f_code.co_name))
-            at = at.f_back
-        if ident != me:
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0]) != MAIN):
+        if ident != threading.get_ident():
             name = names.get(ident, f"thread {ident}")
+            calls = [(at.f_code.co_filename, line, at.f_code.co_name) for at, line in traceback.walk_stack(frame)]
             found[name if name not in found else f"{name} ({ident})"] = calls[::-1]
     return found
 
@@ -123,12 +117,7 @@ class Pulse:
 
 def compiles() -> bool:
     """Return whether torch.compile compiles in the main thread, which may take minutes at any step."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(COMPILER):
-            return True
-        frame = frame.f_back
-    return False
+    return any(file.endswith(COMPILER) for file, *_ in own().get(MAIN, ()))
 
 
 def short(file: str) -> str:
