@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import gc
 import importlib.util
 import os
@@ -292,17 +291,6 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", str(folders[-1]), prepend=os.pathsep)
     elif not importlib.util.find_spec("torchvision"):
         pytest.skip("needs torchvision: bin/test, or pip install 'wordrun[vision]'")
-
-
-@pytest.fixture
-def pidfd_getfd() -> None:
-    """Skip the test where the kernel does not let a process change the sockets of another."""
-    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    if sys.platform != "linux" or release < (5, 7):
-        pytest.skip("needs Linux 5.7")
-    with open(os.pidfd_open(os.getpid())) as process:
-        if ctypes.CDLL(None).syscall(438, process.fileno(), 0, 0) < 0:
-            pytest.skip("needs the system call pidfd_getfd, which containers may forbid")
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

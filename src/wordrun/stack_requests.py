@@ -21,13 +21,12 @@ def folder_of(record: str) -> Path:
     return Path(record.removesuffix(".json") + ".failures")
 
 
-def request(folder: Path, why: str, seconds: float = 0.0) -> str:
+def request(folder: Path, seconds: float = 0.0) -> str:
     """Ask the ranks that watch ``folder`` where they are; return the name of the request, or of an existing one.
 
     Args:
         folder: the folder, which is created.
-        why: hang or question.
-        seconds: how long there has been no progress.
+        seconds: how long there has been no progress; 0: nobody says so, it is a question.
 
     Raises:
         OSError: the folder cannot be written.
@@ -41,7 +40,7 @@ def request(folder: Path, why: str, seconds: float = 0.0) -> str:
     (folder / name).mkdir(parents=True)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"id": name, "why": why, "seconds": seconds}))
+            file.write(json.dumps({"id": name, "seconds": seconds}))
     except FileExistsError:  # another one was first
         (folder / name).rmdir()
         return str((read(path) or {"id": ""})["id"])

@@ -80,50 +80,27 @@ def test_a_dry_run_with_torchrun_says_that_mpi_programs_see_one_rank(command: Co
     assert "(--launcher torchrun; each rank of an MPI program is rank 0 of 1)" in shown
 
 
-# Ranks that have met, and print where they listen, also at sockets that they have inherited from mpiexec. A socket that
-# listens on all interfaces is bound to one of them a moment later.
+# Ranks that have met, and print where they listen, except at sockets that they have inherited from mpiexec.
 LISTEN = """
-import os, socket, sys, time
+import os, sys
 import torch
 from wordrun.dist import session
-from wordrun.launch.meeting import LISTENING, connections
+from wordrun.launch.meeting import LISTENING, connections, sockets
 
-def interfaces():
-    listening = {f"socket:[{inode}]": here for state, here, _, inode in connections() if state == LISTENING}
-    for name in os.listdir("/proc/self/fd"):
-        link = f"/proc/self/fd/{name}"
-        here = listening.get(os.readlink(link)) if os.path.lexists(link) else None
-        if here and here.rpartition(":")[0].strip("0"):
-            yield here.rpartition(":")[0]
-        elif here:
-            with socket.socket(fileno=os.dup(int(name))) as own:
-                yield own.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\\0").decode() or "all"
-
-def show():
+with session():
     torch.distributed.barrier()
-    end = time.monotonic() + 20
-    while "all" in (found := set(interfaces())) and time.monotonic() < end:
-        time.sleep(0.05)
+    own = {*sockets(os.getpid())} - {*sockets(os.getppid())}
+    found = {here.rpartition(":")[0] for state, here, _, inode in connections() if state == LISTENING and inode in own}
     sys.stdout.write(f"{os.environ['RANK']} listens at {sorted(found)}\\n")
     torch.distributed.barrier()
-
-if sys.argv[1:] == ["wordrun"]:
-    with session():
-        show()
-else:
-    torch.distributed.init_process_group("gloo")
-    show()
-    torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.usefixtures("pidfd_getfd")
-@pytest.mark.parametrize("by", ["wordrun", "torch"])
-def test_on_one_machine_all_listen_on_loopback_only(command: Command, tmp_path: Path, by: str) -> None:
+def test_on_one_machine_wordruns_ranks_listen_on_loopback_only(command: Command, tmp_path: Path) -> None:
     (tmp_path / "listen.py").write_text(LISTEN)
-    done = command(LAUNCH, "-n", "2", "--launcher", "hydra", sys.executable, "listen.py", by)
+    done = command(LAUNCH, "-n", "2", "--launcher", "hydra", sys.executable, "listen.py")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} listens at ['0100007F', 'lo']" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} listens at ['0100007F']" for rank in range(2)]
 
 
 # A rank that nothing but SIGKILL ends, with a child that is the same, in a session of its own.
@@ -159,8 +136,8 @@ def start(start: Start) -> Iterator[Start]:
     """Start launch without waiting for it; what still runs at the end of the test is ended."""
     jobs: list[subprocess.Popen[str]] = []
 
-    def begin(cwd: Path, *words: str) -> subprocess.Popen[str]:
-        jobs.append(start(LAUNCH, *words, cwd=cwd, env=environment(cwd), stdin=subprocess.DEVNULL))
+    def begin(cwd: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+        jobs.append(start(LAUNCH, *words, cwd=cwd, env={**environment(cwd), **env}, stdin=subprocess.DEVNULL))
         return jobs[-1]
 
     yield begin
@@ -500,6 +477,20 @@ def test_idle_ranks_are_looked_at_by_py_spy(tmp_path: Path) -> None:
     run = idle(tmp_path, 'echo "stacks of $3: $(tr "\\0" " " < /proc/$3/cmdline)"')
     assert run.returncode == 124
     assert len(re.findall(rf"stacks of \d+: \S*python\S* {tmp_path}/script.py", run.stderr)) == 2, run.stderr
+
+
+def test_on_sigquit_py_spy_shows_programs_that_do_not_use_wordrun(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "py-spy").write_text('#!/bin/sh\necho "stacks of $3: $(tr "\\0" " " < /proc/$3/cmdline)"\n')
+    (tmp_path / "py-spy").chmod(0o755)
+    job = start(tmp_path, "-n", "2", "python", script(tmp_path, STUCK), PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(2)] == ["stuck\n"] * 2
+    job.send_signal(signal.SIGQUIT)
+    time.sleep(3)
+    job.terminate()
+    _, err = job.communicate(timeout=60)
+    assert len(re.findall(rf"stacks of \d+: \S*python\S* {tmp_path}/script.py", err)) == 2, err
+    assert "launch: asked the ranks where they are\n" in err
 
 
 def test_idle_timeout_counts_from_the_last_output_and_changes_none(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from wordrun import stack_requests
-from wordrun.dist import World, hang, imported, stacks, waits, watch
+from wordrun.dist import World, hang, stacks, watch
 from wordrun.dist.hang import Answer
 from wordrun.dist.mesh import Layout
 from wordrun.train import failing
@@ -113,9 +112,9 @@ def test_ten_thousand_ranks_are_one_paragraph_and_one_stack() -> None:
 
 
 def test_members_of_a_group_are_few_ranges() -> None:
-    assert waits.spans(range(8), 8) == []
-    assert waits.spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
-    assert waits.spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
+    assert hang.spans(range(8), 8) == []
+    assert hang.spans(list(range(1, 8, 2)), 8) == [(1, 7, 2)]
+    assert hang.spans([0, 1, 5], 8) == [(0, 0, 1), (1, 1, 1), (5, 5, 1)]
 
 
 def test_ranges_are_short() -> None:
@@ -154,11 +153,11 @@ def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(
 
 
 def test_a_request_is_there_once_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
-    first = stack_requests.request(tmp_path, "hang", 3.0)
-    assert stack_requests.request(tmp_path, "question") == first
+    first = stack_requests.request(tmp_path, 3.0)
+    assert stack_requests.request(tmp_path) == first
     old = time.time() - 1000
     os.utime(tmp_path / stack_requests.REQUEST, (old, old))
-    assert stack_requests.request(tmp_path, "question") != first
+    assert stack_requests.request(tmp_path) != first
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -212,18 +211,6 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
     assert f"{Path(__file__).name}:" in caplog.messages[0]
     assert "no progress for 1 s: at " in caplog.messages[0]
     assert "cannot ask other ranks: " in caplog.messages[0]
-
-
-def test_a_module_is_seen_right_after_its_first_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "late_module.py").write_text("ready = True\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[bool] = []
-    finders = [*sys.meta_path]
-    imported.when_imported("late_module", lambda module: seen.append(module.ready))
-    importlib.import_module("late_module")
-    imported.when_imported("late_module", lambda module: seen.append(module.ready))
-    assert seen == [True, True]
-    assert sys.meta_path == finders
 
 
 RECORDS = """

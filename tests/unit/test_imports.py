@@ -241,7 +241,7 @@ print([key for key in before if before[key] != after[key]])
 OF_LIBRARIES = {
     "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
     "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
-    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__", "exec_module", "COMM_WORLD",
+    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__",
     "_compiled_call_impl",
 }  # fmt: skip
 

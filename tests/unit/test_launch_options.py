@@ -80,7 +80,6 @@ def test_every_option_is_read() -> None:
         "--launcher",
         "hydra",
         "--oversubscribe",
-        "--prewarm",
         "--cpu-bind",
         "core",
         "--env",
@@ -101,7 +100,7 @@ def test_every_option_is_read() -> None:
     assert options == Options(
         np=4, nodes=1, ppn=4, hostfile="F", site="S", scheduler="none", launcher="hydra", oversubscribe=True,
         cpu_bind="core", env=(("A", "1"), ("B", "x=y"), ("C", "")), launcher_args=("-a", "b c"), dry_run=True,
-        prewarm=True, json=True, info=True, idle_timeout=1.5, help=True, version=True, command=("run",),
+        json=True, info=True, idle_timeout=1.5, help=True, version=True, command=("run",),
     )  # fmt: skip
 
 
@@ -116,6 +115,7 @@ def test_every_option_is_read() -> None:
         (["--dryrun", "x"], "unknown option '--dryrun'; did you mean '--dry-run'? (launch --help lists the options)"),
         (["--dry", "x"], "unknown option '--dry'"),  # no abbreviations
         (["-np", "2", "x"], "unknown option '-np'; did you mean '--np'?"),
+        (["--prewarm", "x"], "--prewarm was removed: copy the Python environment to node-local disk"),
         (["--relaunch", "3", "x"], "unknown option '--relaunch'"),
         (["--launcher", "hidra", "x"], "should be one of pals, hydra, openmpi, srun, torchrun, local; did you mean 'h"),
         (["--scheduler", "lsf", "x"], "--scheduler lsf should be one of pbs, slurm, none"),

@@ -17,7 +17,7 @@ from wordrun.study import conduct
 SWEEP = "wordrun -m train.seed=1,2 hydra/launcher=wordrun"
 STUDY = "wordrun study scaling --nodes 1,2 --out o"
 PYTHON = "python -m wordrun.study coord --out o"
-GIVEN = "--env 'NET=AWS Lib' --retries 2 --walltime-margin 9 --prewarm --site /s/my.yaml"
+GIVEN = "--env 'NET=AWS Lib' --retries 2 --walltime-margin 9 --site /s/my.yaml"
 
 
 def job(words: str, command: str, scheduler: str = "pbs") -> list[str]:

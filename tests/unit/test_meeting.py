@@ -18,8 +18,6 @@ from test_world import AURORA, POLARIS
 
 from wordrun.dist import World
 from wordrun.dist.rendezvous import _host_store
-from wordrun.launch import loopback
-from wordrun.launch.loopback import close_to_others
 from wordrun.launch.meeting import LISTENING, Meeting, connections
 
 if TYPE_CHECKING:
@@ -38,8 +36,6 @@ for line in sys.stdin:
         kept += [file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)]
     elif verb == "listen":
         kept.append(socket.create_server(("127.0.0.1", 0)))
-    elif verb == "listen to all":
-        kept.append(socket.create_server(("", 0)))
     elif verb == "connect":
         kept.append(socket.create_connection(("127.0.0.1", value)))
     elif verb == "accept":
@@ -47,8 +43,6 @@ for line in sys.stdin:
     elif verb == "leave":
         kept.pop().close()
     answer = kept[-1].getsockname()[1] if kept and isinstance(kept[-1], socket.socket) else 0
-    if verb == "bound":
-        answer = int(bool(kept[-1].getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)))
     print(answer, flush=True)
 """
 Tell = Callable[..., int]
@@ -82,7 +76,6 @@ def watching(launcher: str = "pals", *, local: bool = False) -> Meeting:
     plan = SimpleNamespace(
         ranks=SimpleNamespace(np=2), launcher=SimpleNamespace(name=launcher), env={"MASTER_PORT": "1"},
         hosts=("n1",), decided=SimpleNamespace(launch_id=f"test-{os.getpid()}"), job=SimpleNamespace(is_local=local),
-        options=SimpleNamespace(hostfile=None, launcher_args=()),
     )  # fmt: skip
     return Meeting(plan, os.getpid())  # type: ignore[arg-type]
 
@@ -159,82 +152,3 @@ def test_a_numeric_master_addr_is_where_the_store_listens(nodes: int) -> None:
     listening = [here for state, here, _, _ in connections() if state == LISTENING]
     at = [int(end.split(":")[0], 16) for end in listening if int(end.split(":")[1], 16) == store.port]
     assert at == [int.from_bytes(socket.inet_aton(address), sys.byteorder)]
-
-
-def here_alone(port: int, **changed: Any) -> Meeting:
-    """Return the watch of a launch on this machine, whose ranks meet at ``port``."""
-    meeting = watching(local=True)
-    vars(meeting.plan).update({"env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, **changed})
-    return meeting
-
-
-@pytest.mark.usefixtures("pidfd_getfd")
-def test_where_ranks_of_one_machine_meet_is_closed_to_other_hosts(tell: Tell) -> None:
-    """Whatever else a rank listens for stays open, and a launcher's daemons connect to it before there are ranks."""
-    with socket.create_server(("", 0)) as launchers, socket.create_server(("127.0.0.1", 0)) as local:
-        before = here_alone(1)
-        before.sample()
-        assert not bound(launchers)
-        port = tell(0, "listen to all")
-        tell(1, "listen to all")
-        meeting = here_alone(port)
-        meeting.sample()
-        meeting.sample()
-        assert (bound(launchers), bound(local)) == (True, False)
-        assert (tell(0, "bound"), tell(1, "bound")) == (1, 0)
-        socket.create_connection(("127.0.0.1", port)).close()
-
-
-@pytest.mark.usefixtures("pidfd_getfd")
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"job": SimpleNamespace(is_local=False)},
-        {"options": SimpleNamespace(hostfile="hosts", launcher_args=())},
-        {"options": SimpleNamespace(hostfile=None, launcher_args=("-hosts", "other"))},
-        {"env": {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}},
-    ],
-    ids=["in a job", "host file", "arguments of the launcher", "address of the user's"],
-)
-def test_ranks_that_other_hosts_may_have_to_reach_are_not_closed_to_them(tell: Tell, changed: dict[str, Any]) -> None:
-    with socket.create_server(("", 0)) as launchers:
-        tell(0, "listen to all")
-        here_alone(1, **changed).sample()
-        assert not bound(launchers)
-
-
-@pytest.mark.usefixtures("pidfd_getfd")
-def test_a_socket_is_closed_to_other_hosts_although_files_before_it_have_just_been_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    listed = os.listdir
-
-    def before_it_closed_two(folder: str) -> list[str]:
-        return ["998", "999", *listed(folder)]
-
-    monkeypatch.setattr(os, "listdir", before_it_closed_two)
-    with socket.create_server(("", 0)) as server:
-        assert close_to_others(os.getpid(), str(os.fstat(server.fileno()).st_ino))
-        assert bound(server)
-
-
-@pytest.mark.usefixtures("pidfd_getfd")
-def test_a_socket_that_was_looked_for_in_a_process_that_ended_is_looked_for_again(
-    monkeypatch: pytest.MonkeyPatch, tell: Tell
-) -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-        assert not close_to_others(ended.pid, "1")
-    assert not close_to_others(os.getpid(), "1")  # has no such socket
-    with socket.create_server(("", 0)) as launchers:
-        meeting = here_alone(tell(0, "listen to all"))
-        monkeypatch.setattr(loopback, "close_to_others", lambda pid, inode: False)
-        meeting.sample()
-        monkeypatch.undo()
-        for _ in range(10):  # one of which reads the table of connections
-            meeting.sample()
-        assert (bound(launchers), tell(0, "bound")) == (True, 1)
-
-
-def bound(sock: socket.socket) -> bool:
-    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16))

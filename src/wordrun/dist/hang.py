@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from wordrun.dist import mpi_calls, stacks
+from wordrun import flight_recorder
+from wordrun.dist import stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
 
 # A message names this many groups of ranks, and each this many ranges and hosts; the report has all of them.
 GROUPS, SHOWN = 6, 8
+MOST = 20
+"""Number of collectives that an answer describes."""
 UNKNOWN = Layout()
 
 
@@ -43,8 +47,6 @@ class Answer:
     """The function of torch.distributed that the main thread is in."""
     pending: Sequence[Mapping[str, Any]] = ()
     """The collectives that it waits for: group, number in the group (seq), operation (op) and size."""
-    aborts: bool = False
-    """Whether C++ code is about to abort it."""
     last: Mapping[str, int] = field(default_factory=dict)
     """The number of its last collective in each group."""
     recent: Sequence[Mapping[str, Any]] = ()
@@ -67,6 +69,35 @@ class Answer:
         return f"at {self.line}{doing}{f', waiting in {calls[0]}{another}' if calls else ''}"
 
 
+def collectives(size: int) -> dict[str, Any]:
+    """Return what a ``hang.Answer`` of one of ``size`` ranks says of collectives: groups, pending, last and recent."""
+    records = flight_recorder.flight_records() if is_joined() else []
+    last: dict[str, int] = {}
+    for record in records:
+        last[record["group"]] = max(last.get(record["group"], 0), record["seq"])
+    members = flight_recorder.group_members() if records else {}
+    named = [({name: record[name] for name in ("group", "seq", "op", "size")}, record["pending"]) for record in records]
+    return {
+        "groups": {group: spans(members[group], size) for group in last if group in members}, "last": last,
+        "pending": [call for call, pending in named if pending][:MOST], "recent": [call for call, _ in named[-MOST:]],
+    }  # fmt: skip
+
+
+def spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Return ``members`` as the first, last and distance of ranges, one as a rule; empty: all ranks."""
+    if len(members) == size:
+        return []
+    distance = members[1] - members[0] if members[1:] else 1
+    if [*range(members[0], members[-1] + 1, distance)] == list(members):
+        return [(members[0], members[-1], distance)]
+    return [(member, member, 1) for member in members]
+
+
+def is_joined() -> bool:
+    """Return whether this process has a torch process group, without importing torch."""
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
+
+
 @dataclass(frozen=True)
 class Blocked:
     """A collective that some ranks wait for."""
@@ -80,12 +111,6 @@ class Blocked:
     """The ranks that have reached it, as far as is known, by operation and size; several if they disagree."""
     members: Sequence[int]
     """The ranks of the group."""
-
-
-def aborts(answers: Sequence[Answer]) -> str:
-    """Return which ranks C++ code is about to abort."""
-    ranks = [answer.rank for answer in answers if answer.aborts]
-    return f"C++ code is aborting {names(ranks) if ranks else 'a rank'}"
 
 
 def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, *, hangs: bool = True) -> str:
@@ -128,7 +153,7 @@ def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
 
     Without any, one whose ranks disagree about it; None: nobody waits for a collective.
     """
-    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p", mpi_calls.UNNUMBERED})
+    groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p"})
     found = [_blocked(group, answers, size) for group in groups]
     free = set(range(size)) - {answer.rank for answer in answers if answer.pending}
 
@@ -158,7 +183,7 @@ def _blocked(group: str, answers: Sequence[Answer], size: int) -> Blocked:
 def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
     """Return who has not reached a collective, or how the ranks disagree about it."""
     of, first = f"of {len(blocked.members)} ranks", blocked.members[0]
-    if blocked.group not in ("0", mpi_calls.GROUP):
+    if blocked.group != "0":
         along = [f" along {axis}" for axis in AXES if [*layout.group(first, axis)] == [*blocked.members]]
         of += along[0] if along else f" in group {blocked.group}"
     calls = [

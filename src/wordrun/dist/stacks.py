@@ -7,7 +7,9 @@ signal handler, so that it works while C++ code waits or an extension holds the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import linecache
 import os
 import re
 import signal
@@ -16,9 +18,9 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from wordrun.files import read_proc
 
@@ -37,18 +39,12 @@ DUMP_S = 3.0
 
 def own() -> dict[str, Stack]:
     """Return the stacks of this process's threads by name, except of the thread that calls this; the main one first."""
-    frames = sys._current_frames()
-    me = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()} | {threading.main_thread().ident: MAIN}
     found: dict[str, Stack] = {}
-    for ident, frame in sorted(frames.items(), key=lambda item: names.get(item[0]) != MAIN):
-        calls: list[tuple[str, int, str]] = []
-        at: FrameType | None = frame
-        while at is not None:
-            calls.append((at.f_code.co_filename, at.f_lineno or 0, at.f_code.co_name))
-            at = at.f_back
-        if ident != me:
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: names.get(item[0]) != MAIN):
+        if ident != threading.get_ident():
             name = names.get(ident, f"thread {ident}")
+            calls = [(at.f_code.co_filename, line, at.f_code.co_name) for at, line in traceback.walk_stack(frame)]
             found[name if name not in found else f"{name} ({ident})"] = calls[::-1]
     return found
 
@@ -72,9 +68,7 @@ def is_users(file: str) -> bool:
 def user_line(stacks: Mapping[str, Stack]) -> str:
     """Return the innermost line of the user's code in the main thread; without any, of wordrun's, else of all."""
     calls = stacks.get(MAIN) or next(iter(stacks.values()), ())
-    # Every call of mpi4py passes through mpi_calls.
-    own = lambda file: file.startswith(OWN) and not file.endswith("/mpi_calls.py")  # noqa: E731
-    for wanted in (is_users, own, lambda file: True):
+    for wanted in (is_users, lambda file: file.startswith(OWN), lambda file: True):
         for file, line, code in reversed(calls):
             if wanted(file):
                 return f"{short(file)}:{line} in {code}"
@@ -92,14 +86,38 @@ def torch_call(stacks: Mapping[str, Stack]) -> str:
     return "a pipeline's send or receive" if pipeline else calls[0]
 
 
+def mpi_call(stacks: Mapping[str, Stack]) -> str:
+    """Return the call of mpi4py in the line of Python that the main thread is in, such as ``comm.Bcast``; or empty."""
+    mpi, main = sys.modules.get("mpi4py.MPI"), stacks.get(MAIN, ())
+    if mpi is None or not main:
+        return ""
+    calls = re.findall(r"(\w+)\.(\w+)\(", linecache.getline(*main[-1][:2]))
+    return next((f"{on}.{name}" for on, name in calls if hasattr(mpi.Comm, name) or hasattr(mpi.Request, name)), "")
+
+
+class Pulse:
+    """Whether the main thread runs Python; it does not while it is in a call of MPI, or of any other C code."""
+
+    def __init__(self) -> None:
+        self._since, self._is_due = time.monotonic(), False
+        # The interpreter calls it in the main thread, as soon as that runs Python.
+        self._beat = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._come)
+
+    def _come(self, argument: int | None) -> int:
+        self._is_due = False
+        return 0
+
+    def __call__(self) -> float:
+        """Return for how many seconds it has not, as far as the calls of this function show."""
+        if not self._is_due:
+            self._since, self._is_due = time.monotonic(), True
+            ctypes.pythonapi.Py_AddPendingCall(self._beat, None)
+        return time.monotonic() - self._since
+
+
 def compiles() -> bool:
     """Return whether torch.compile compiles in the main thread, which may take minutes at any step."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(COMPILER):
-            return True
-        frame = frame.f_back
-    return False
+    return any(file.endswith(COMPILER) for file, *_ in own().get(MAIN, ()))
 
 
 def short(file: str) -> str:
@@ -135,11 +153,9 @@ class Dump:
         import fcntl
 
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
-        self._enabled = False
         if not faulthandler.is_enabled():  # also say where C++ code aborts or is killed
             with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # a stderr that is no file
                 faulthandler.enable()
-                self._enabled = True
         self._registered = False
         self.register()
 
@@ -148,11 +164,6 @@ class Dump:
         self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN, None)
         if self._registered:
             faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=True)
-
-    def disable(self) -> None:
-        """Print no stacks when this process is aborted, unless the user has asked for them."""
-        if self._enabled:
-            faulthandler.disable()
 
     def asked(self) -> bool:
         """Return whether somebody has sent SIGQUIT since the last call."""

@@ -15,17 +15,16 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wordrun import files, slurm, stack_requests
-from wordrun.dist import hang, mpi_calls, stacks, uncaught
-from wordrun.dist.imported import when_imported
+from wordrun import files, flight_recorder, slurm, stack_requests
+from wordrun.dist import hang, stacks
 from wordrun.dist.mesh import Layout
-from wordrun.dist.waits import START_FACTOR, Waits, collectives, is_joined
 from wordrun.dist.world import World, discover
 from wordrun.log import LOGGER
 
@@ -39,7 +38,9 @@ START_S = 120.0
 # All ranks together look for requests this often, since they ask one metadata server.
 LOOKS_PER_S = 500.0
 EARLIER = 0.8  # a hang is reported at the latest after this share of the time limit of collectives
-ASKED_S = 10.0  # the same for an answer to a question, without a hang, or before an abort
+ASKED_S = 10.0  # the same for an answer to a question, without a hang
+# Ranks reach init_process_group at different times, so they may wait there this many times as long.
+START_FACTOR = 5.0
 
 
 class Watch:
@@ -49,17 +50,16 @@ class Watch:
         world: this rank.
         folder: where requests, answers and reports go; the same for all ranks, and created when it is needed.
         hang_s: seconds without progress that count as a hang; 0: only answer questions.
-        waits: returns for how many seconds the oldest collective has been waiting, for programs that do not call
-            ``phase`` and ``mark``.
+        waits: whether to watch what the main thread waits for, in programs that do not call ``phase`` and ``mark``.
         timeout_s: seconds after which a collective fails; a hang is reported earlier, whatever its limit.
     """
 
     def __init__(
-        self, world: World, folder: Path, hang_s: float, waits: Callable[[], float] = lambda: 0.0,
-        timeout_s: float = math.inf,
-    ) -> None:  # fmt: skip
-        self.world, self.folder, self.waits, self._most = world, folder, waits, EARLIER * timeout_s
+        self, world: World, folder: Path, hang_s: float, timeout_s: float = math.inf, *, waits: bool = False
+    ) -> None:
+        self.world, self.folder, self._most = world, folder, EARLIER * timeout_s
         self.hang_s = min(hang_s, self._most) if hang_s else math.inf
+        self.waits: Callable[[], float] = Waits(self.hang_s) if waits else float
         self.reported: Path | None = None
         self.step: int | None = None
         self.layout = Layout()  # until it is known
@@ -71,12 +71,10 @@ class Watch:
         self._every = max(self._tick, self.world.size / LOOKS_PER_S)
         """Seconds between checks for requests."""
         self._ended = threading.Event()
-        self._aborts = False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._dump = stacks.Dump(self._name, world.rank)
         self._thread.start()
         _active.append(self)
-        when_imported("torch", lambda torch: uncaught.before_abort(_before_abort))
 
     def close(self) -> None:
         """Stop watching."""
@@ -119,29 +117,14 @@ class Watch:
         limit = self.hang_s * max(self._factor, first)
         return limit if math.isinf(limit) else min(limit, self._most)
 
-    def ask(self, why: str) -> None:
-        """Ask all ranks where they are, unless somebody has just done so; ``why``: hang, question or abort."""
-        starts = not is_joined() and not mpi_calls.CALLS.pending
-        seconds = self.hang_s * (START_FACTOR if starts else 1.0) if math.isinf(self.limit) else self.limit
+    def ask(self, seconds: float = 0.0) -> None:
+        """Ask all ranks where they are, unless somebody has just done so; ``seconds``: of a hang, 0: there is none."""
         try:
-            stack_requests.request(self.folder, why, seconds)
+            stack_requests.request(self.folder, seconds)
         except OSError as error:  # such as a full disk
-            since = f"no progress for {seconds:g} s: " if why == "hang" else ""
+            since = f"no progress for {seconds:g} s: " if seconds else ""
             line = stacks.user_line(stacks.own())
             LOGGER.error("%sat %s; cannot ask other ranks: %s: %s", since, line, error.filename, error.strerror)
-
-    def before_abort(self) -> None:
-        """Have all ranks report where they are, and wait for that; C++ code is about to abort this process."""
-        if not self._thread.is_alive():  # in a process that this one has forked
-            return
-        self._aborts = True
-        self.ask("abort")
-        until = time.monotonic() + ASKED_S + 2 * self._every
-        while (self.folder / stack_requests.REQUEST).exists():
-            if time.monotonic() > until:
-                return
-            time.sleep(0.05)
-        self._dump.disable()  # the report has the stacks
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread
@@ -153,13 +136,13 @@ class Watch:
                 count, since, asked = self._count, now, False
             try:
                 if self._dump.asked():
-                    self.ask("question")
+                    self.ask()
                     look_at = now
-                late = now - since > self.limit or (_active[-1:] == [self] and self.waits() > self.hang_s)
-                late = late and (now - since > SLOW * self.limit or not stacks.compiles())
-                if late and not asked:
+                limit = self.limit
+                exceeded = limit if now - since > limit else self.waits() if _active[-1:] == [self] else 0.0
+                if exceeded and not asked and (now - since > SLOW * limit or not stacks.compiles()):
                     asked = True
-                    self.ask("hang")
+                    self.ask(exceeded)
                     look_at = now
                 if now >= look_at:
                     look_at = now + self._every
@@ -179,11 +162,11 @@ class Watch:
             files.replace(answers / f"{self.world.rank}.json", json.dumps(self._own_answer(idle_s)))
         except FileNotFoundError:  # the report is finished
             return True
-        patience = min(ANSWER_S, max(self.hang_s, 2.0)) if asked["why"] == "hang" else ASKED_S
+        patience = min(ANSWER_S, max(self.hang_s, 2.0)) if asked["seconds"] else ASKED_S
         self._wait(answers, patience)
         if answers.is_dir() and not any((answers / f"{rank}.json").exists() for rank in range(self.world.rank)):
             self._report(asked, answers)
-        return bool(asked["why"] == "hang")
+        return bool(asked["seconds"])
 
     def _wait(self, answers: Path, patience: float) -> None:
         """Wait until the report is finished or, on rank 0, everybody has answered; answer for others meanwhile."""
@@ -216,48 +199,65 @@ class Watch:
 
     def _own_answer(self, idle_s: float) -> dict[str, Any]:
         found = stacks.own()
-        seen = collectives(self.world.size)
-        calls, call = mpi_calls.CALLS, stacks.torch_call(found)
-        if calls.count:
-            seen["last"][mpi_calls.GROUP] = calls.count
-        if calls.pending:
-            group, op, size = calls.pending
-            call = call or op
-            seen["pending"].append({"group": group, "seq": calls.count, "op": op, "size": size})
+        seen = hang.collectives(self.world.size)
         return vars(
             hang.Answer(
                 self.world.rank, self.world.host, os.getpid(), phase=self._phase, step=self.step, idle_s=idle_s,
                 stacks={name: list(each) for name, each in found.items()}, line=stacks.user_line(found),
-                call=call, aborts=self._aborts, **seen,
+                call=stacks.torch_call(found) or stacks.mpi_call(found), **seen,
             )
         )  # fmt: skip
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
         found = [hang.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]
         found.sort(key=lambda answer: answer.rank)
-        kind = {"hang": "hang", "abort": "abort"}.get(asked["why"], "stacks")
-        name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+        hangs = bool(asked["seconds"])
+        name = f"{'hang' if hangs else 'stacks'}-{time.strftime('%Y%m%d-%H%M%S')}"
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
-        lead = {
-            "hang": f"no progress for {asked['seconds']:g} s", "abort": hang.aborts(found),
-            "stacks": "where the ranks are now",
-        }[kind]  # fmt: skip
-        text = f"{lead}: {hang.describe(found, self.world, self.layout, hangs=kind != 'stacks')}"
+        lead = f"no progress for {asked['seconds']:g} s" if hangs else "where the ranks are now"
+        text = f"{lead}: {hang.describe(found, self.world, self.layout, hangs=hangs)}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
-        self.reported = path if kind == "hang" else None
-        log = LOGGER.warning if kind == "stacks" else LOGGER.error
+        self.reported = path if hangs else None
+        log = LOGGER.error if hangs else LOGGER.warning
         log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
-        stack_requests.withdraw(self.folder, asked["id"])  # after which a rank that is to be aborted is
+        stack_requests.withdraw(self.folder, asked["id"])
+
+
+class Waits:
+    """What the main thread waits for, in a program that does not say that it makes progress."""
+
+    def __init__(self, hang_s: float) -> None:
+        self.hang_s = hang_s
+        self._seen: dict[str, tuple[tuple[int, int], float]] = {}
+        """By group: how many collectives have begun and ended, and since when."""
+        self._call: tuple[Any, float] = None, 0.0
+        """The main thread's call of torch.distributed, such as recv, which torch does not count, and since when."""
+        self._pulse = stacks.Pulse()
+
+    def __call__(self) -> float:
+        """Return the number of seconds that it may wait for others, if it has waited longer; else 0."""
+        now, idle_s = time.monotonic(), self._pulse()
+        # As this keeps the frame, another call has another one.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:
+            self._call = None, now
+        elif frame is not self._call[0]:
+            self._call = frame, now
+        limit = self.hang_s if hang.is_joined() else START_FACTOR * self.hang_s
+        if now - self._call[1] > limit:
+            return limit
+        counts = flight_recorder.collective_counts() if hang.is_joined() else {}
+        self._seen = {
+            group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
+            for group, count in counts.items()
+        }
+        waits = any(ended < begun and now - since > self.hang_s for (begun, ended), since in self._seen.values())
+        return self.hang_s if waits or (idle_s > self.hang_s and stacks.mpi_call(stacks.own())) else 0.0
 
 
 _active: list[Watch] = []
 """The watches of this process, the newest last: a notebook may have several trainers."""
-
-
-def _before_abort() -> None:
-    if _active:
-        _active[-1].before_abort()
 
 
 def reported() -> Path | None:
@@ -267,7 +267,7 @@ def reported() -> Path | None:
 
 def start(world: World, run_dir: str, hang_s: float, timeout_s: float) -> Watch:
     """Watch this rank of a run, with reports in ``failures`` of its directory; see ``Watch``."""
-    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s, timeout_s=timeout_s)
+    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s, timeout_s)
 
 
 def mark(step: int | None = None, layout: Layout | None = None) -> None:
@@ -295,7 +295,7 @@ def start_for_script(world: World, hang_s: float, timeout_s: float = math.inf) -
     """Watch the collectives of a program that does not call ``mark``; return what ends that."""
     if _active or world.size == 1:
         return lambda: None
-    return Watch(world, folder_of_job(os.environ), hang_s, Waits(), timeout_s).close
+    return Watch(world, folder_of_job(os.environ), hang_s, timeout_s, waits=True).close
 
 
 @contextlib.contextmanager
@@ -315,7 +315,6 @@ def start_from_env() -> None:
     if world.size > 1:
         global _forced_s
         _forced_s = float(os.environ.pop("WORDRUN_HANG_S"))
-        mpi_calls.watch()
         start_for_script(world, _forced_s)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -25,8 +24,6 @@ from wordrun.version import __version__
 
 # By then the ranks have met, so a port in use is one that the user's program opened.
 MEETING_S = 600.0
-CACHE = "PYTHONPYCACHEPREFIX"
-"""Variable with the folder in which Python keeps compiled modules."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,12 +101,6 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         say(note)
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
-    if options.prewarm:
-        status, warmed = _prewarm(options, plan)
-        if status > 128:  # killed by a signal
-            return status
-        if warmed != options:
-            options, plan = warmed, make_plan(warmed, same=plan.decided.run)
     left_out: frozenset[str] = frozenset()
     kills = Kills(left=options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
@@ -148,33 +139,6 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         except UserError as error:
             say(f"cannot relaunch: {with_page(error)}")
             return status
-
-
-def _prewarm(options: Options, plan: LaunchPlan) -> tuple[int, Options]:
-    """Read the files of the command's Python on each node of ``plan``, and copy compiled modules to a disk of the node.
-
-    Return the status, other than 0 if it failed, and the options with which the ranks find the copies.
-    """
-    from wordrun.launch import prewarm
-    from wordrun.launch.run import run
-    from wordrun.launch.supervisor import say
-
-    first = options.command[0]
-    python = first if re.fullmatch(r"python[\d.]*", os.path.basename(first)) else sys.executable
-    env = plan.environment(os.environ)
-    own = env.get(CACHE, "")  # the user's choice
-    cache = "" if own else os.path.join(env.get("TMPDIR") or "/tmp", f"wordrun-pycache-{os.getuid()}")
-    once = replace(
-        options, np=None, nodes=plan.ranks.nodes, ppn=1, cpu_bind=None, idle_timeout=None, walltime_margin=None,
-        elastic=False, command=(python, "-I", prewarm.__file__, *filter(None, [cache])),
-    )  # fmt: skip
-    same = Identity(f"{plan.decided.run.run_id}-prewarm", "--prewarm")
-    status = run(make_plan(once, same=same)).status
-    if status:
-        say(f"--prewarm failed with status {status}", "launch.md#in-a-slurm-or-pbs-job")
-    elif cache:
-        options = replace(options, env=(*options.env, (CACHE, cache)))
-    return status, options
 
 
 def _info(options: Options) -> int:

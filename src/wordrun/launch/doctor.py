@@ -197,7 +197,7 @@ def of_ranks(
         return findings
     slowest = max(rank["torch_s"] for rank in ranks)
     slow = f"{slowest:g} s on the slowest rank"
-    remedy = "add --prewarm, which reads the environment once on each node, or copy it to node-local disk"
+    remedy = "copy the Python environment to node-local disk (docs/launch.md#slow-imports)"
     return [
         *findings,
         _mpi(plan, ranks),

@@ -1,8 +1,4 @@
-"""Watch whether the ranks ever connect to each other: otherwise N separate runs would look like one success (Linux).
-
-On one machine, the sockets where they meet are closed to other hosts: torch's store has no password, and neither it nor
-mpiexec has an option for the interface.
-"""
+"""Watch whether the ranks ever connect to each other: otherwise N separate runs would look like one success (Linux)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from wordrun.files import read_proc
-from wordrun.launch import loopback, processes
+from wordrun.launch import processes
 from wordrun.launch.plan import LaunchPlan
 
 # Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
@@ -51,8 +47,6 @@ class Meeting:
     """Ranks by process ID."""
     _of_launcher: set[tuple[str, str]] = field(default_factory=set)
     """Connections of the launcher's own processes."""
-    _closed: set[str] = field(default_factory=set)
-    """The sockets that have been closed to other hosts."""
     _listened: bool = False
     """A rank has waited for connections, so it may have met others between two samples."""
     _samples: int = 0
@@ -104,13 +98,10 @@ class Meeting:
             self.sample()
             took = time.thread_time() - before
             pause = max(FIRST_S if time.monotonic() - begun < DENSE_S else LATER_S, 4 * took)
-        if self.met:
-            self.sample()  # a rank may have begun to listen in the midst of the last sample
 
     def sample(self) -> None:
         """Look at the ranks' libraries and connections."""
         owners: dict[str, str] = {}
-        of_process: dict[str, int] = {}
         for pid, rank in self._processes():
             if rank and not (self.libraries and self._samples % 10):  # reading all maps takes milliseconds
                 maps = read_proc(f"/proc/{pid}/maps")
@@ -118,34 +109,20 @@ class Meeting:
             for inode in sockets(pid):
                 # A rank inherits sockets of the launcher, whose processes come first.
                 owners.setdefault(inode, rank)
-                of_process[inode] = pid
         if owners.keys() != self._inodes:
             self._inodes, self._changed = frozenset(owners), self._samples
         is_changing = bool(self.libraries) and self._samples - self._changed < CHANGING
-        is_due = self.met or is_changing or self._samples % 10 == 0
-        found = []
-        for state, here, there, inode in connections() if is_due else ():
-            if inode in owners:
-                found.append((owners[inode], state, here, there))
-                is_open = state == LISTENING and inode not in self._closed and self._is_open_to_all(owners[inode], here)
-                if is_open and loopback.close_to_others(of_process[inode], inode):
-                    self._closed.add(inode)
+        is_due = is_changing or self._samples % 10 == 0
+        found = [
+            (owners[inode], state, here, there)
+            for state, here, there, inode in (connections() if is_due else ())
+            if inode in owners
+        ]
         self._samples += 1
         self._listened |= any(rank and state == LISTENING for rank, state, _, _ in found)
         ends = {(here, there): rank for rank, state, here, there in found if state != LISTENING}
         self._of_launcher |= {ends_of for ends_of, rank in ends.items() if not rank}
         self.met |= any(rank and self._is_meeting(rank, *each, ends) for each, rank in ends.items())
-
-    def _is_open_to_all(self, rank: str, here: str) -> bool:
-        """Return whether a socket is where the ranks of this machine meet, but listens on all of its interfaces.
-
-        It is the launcher's own, which its daemons have connected to once there are ranks, or torch's store.
-        """
-        alone = self.plan.env.get("MASTER_ADDR") == "127.0.0.1" and self.plan.job.is_local
-        elsewhere = self.plan.options.hostfile or self.plan.options.launcher_args
-        of_all = not here.rpartition(":")[0].strip("0")
-        of_ranks = _port(here) == self._port if rank else bool(self._ranks)
-        return bool(alone and not elsewhere and of_all and of_ranks)
 
     def _is_meeting(self, rank: str, here: str, there: str, ends: dict[tuple[str, str], str]) -> bool:
         """Return whether a connection of ``rank`` leads to another rank, or may do so."""

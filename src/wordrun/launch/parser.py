@@ -140,7 +140,6 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(("--no-preimport",), "no_preimport", "with --elastic, import torch in each rank, not once per node"),
         Option(("--spare-nodes",), "spare_nodes", "nodes to hold in reserve for --retries", "N", _count),
         Option(("--walltime-margin",), "walltime_margin", MARGIN, "S", _seconds_or_0),
-        Option(("--prewarm",), "prewarm", "first read Python's packages on each node, for slow file systems"),
         Option(("--scheduler",), "scheduler", ", ".join(SCHEDULERS), "NAME", _one_of(SCHEDULERS)),
         Option(("--hostfile",), "hostfile", "hosts to use, one per line (in a job: some of the job's hosts)", "FILE"),
         Option(("--site",), "site", "site: a name or a YAML file", "NAME"),
@@ -173,6 +172,7 @@ OPTIONS = {name: option for group in GROUPS.values() for option in group for nam
 GONE = {
     "--stay": "leave it out, since --elastic restarts all ranks after a fault",
     "--elastic MIN": "use --elastic without a number, and --spare-nodes K to replace nodes that are lost",
+    "--prewarm": "copy the Python environment to node-local disk (docs/launch.md#slow-imports)",
 }
 """Options that ``launch`` no longer has, and what to use instead."""
 

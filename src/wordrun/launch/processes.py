@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -107,6 +109,20 @@ def _below(pid: int) -> Iterator[int]:
             for thread in os.listdir(f"/proc/{parent}/task"):
                 todo += map(int, read_proc(f"/proc/{parent}/task/{thread}/children").split())
     yield from todo[1:]
+
+
+def spy(pid: int) -> bool:
+    """Print a process's stacks with py-spy; return whether that worked."""
+    program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
+    command = [program, "dump", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if done.returncode == 0:
+        sys.stderr.write(f"{done.stdout}\n")
+        sys.stderr.flush()
+    return done.returncode == 0
 
 
 def abort_in_turn(ranks: list[int]) -> None:
@@ -238,8 +254,6 @@ def _table() -> Iterator[Process]:
 
 
 def _table_of_ps() -> Iterator[Process]:
-    import subprocess
-
     run = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,pgid=,stat=,comm="], capture_output=True, text=True)
     for line in run.stdout.splitlines():
         pid, parent, group, state, *name = line.split(None, 4)

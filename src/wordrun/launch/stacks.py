@@ -25,7 +25,7 @@ def main(run: str, records: str) -> int:
     """
     folder = _folder(run, records)
     try:
-        name = stack_requests.request(folder, "question")
+        name = stack_requests.request(folder)
     except OSError as error:
         raise ConfigError(f"--stacks {run}: cannot write to {folder}: {error.strerror}") from None
     deadline = time.monotonic() + PATIENCE_S
@@ -34,7 +34,8 @@ def main(run: str, records: str) -> int:
             stack_requests.withdraw(folder, name)
             raise UserError(
                 f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or it runs a "
-                "program without wordrun that was not started by launch --hang",
+                "program without wordrun that was not started by launch --hang; after SIGQUIT, its launch shows where "
+                "the ranks are by py-spy (pip install 'wordrun[hang]')",
                 page="jobs.md#a-hang",
             )
         time.sleep(0.1)

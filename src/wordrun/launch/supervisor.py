@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -260,25 +259,33 @@ class Supervisor:
         return any(path.stat().st_mtime > self.begun - 1 for path in folder.glob("hang-*.txt"))
 
     def ask_for_stacks(self) -> None:
-        """Ask the ranks where they are; they print it."""
+        """Ask the ranks where they are; they print it. py-spy shows those of other programs, which do not answer."""
         record = self.plan.env["WORDRUN_LAUNCH_RECORD"]
         try:
-            stack_requests.request(stack_requests.folder_of(record), "question")
-            say("asked the ranks where they are (programs that do not use wordrun answer only under launch --hang)")
+            stack_requests.request(stack_requests.folder_of(record))
         except OSError as error:
             say(f"cannot ask the ranks where they are: {error.filename}: {error.strerror}")
+            return
+        answers = self.plan.options.runs_wordrun or self.plan.options.hang is not None
+        shown = [processes.spy(rank) for rank in ([] if answers else self.ranks_here())]
+        others = "programs that do not use wordrun answer under launch --hang, or py-spy shows them: wordrun[hang]"
+        say("asked the ranks where they are" + ("" if answers or any(shown) else f" ({others})"))
+
+    def ranks_here(self) -> list[int]:
+        """Return the Python processes on this host that are ranks."""
+        if self.guardians:
+            return self.guardians.ranks_here()
+        return processes.pythons(self.child.pid, self.plan.decided.launch_id, self.plan.launcher.own_module)
 
     def show_stacks(self) -> None:
         """Print where the ranks are stuck: with py-spy if it is installed and permitted, else with faulthandler.
 
         faulthandler, enabled by PYTHONFAULTHANDLER, prints all threads' stacks on SIGABRT; the process then ends.
         """
-        launcher = self.plan.launcher
-        ranks = processes.pythons(self.child.pid, self.plan.decided.launch_id, launcher.own_module)
+        launcher, ranks = self.plan.launcher, self.ranks_here()
         if self.guardians:
             self.guardians.stop()
-            ranks = self.guardians.ranks_here()
-        shown = [_spy(rank) for rank in ranks]
+        shown = [processes.spy(rank) for rank in ranks]
         if any(shown):
             self.give_up()
             return
@@ -326,20 +333,6 @@ class Supervisor:
         if died_of_input and self.status_dir and len(self.plan.hosts) <= 1:
             return 0  # no rank has reported a failure
         return self.returned if self.returned is not None else 1
-
-
-def _spy(pid: int) -> bool:
-    """Print a process's stacks with py-spy; return whether that worked."""
-    program = shutil.which("py-spy") or os.path.join(sys.prefix, "bin", "py-spy")
-    command = [program, "dump", "--pid", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    if done.returncode == 0:
-        sys.stderr.write(f"{done.stdout}\n")
-        sys.stderr.flush()
-    return done.returncode == 0
 
 
 def _ending(status: int) -> str:

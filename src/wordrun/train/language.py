@@ -137,8 +137,8 @@ class LanguageTask(Task):
             raise ConfigError(
                 f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {name} does not declare "
                 f"that its losses read {' and '.join(f'batch.{each}' for each in undeclared)}, and they would be "
-                f"wrong otherwise: use them in losses and write uses = {(*uses, *undeclared)} in {name}, or choose other "
-                "data",
+                f"wrong otherwise: use them in losses and write uses = {(*uses, *undeclared)} in {name}, or choose "
+                "other data",
                 page="extend.md#a-model",
             )
 
