@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 from wordrun.files import read_proc
 
@@ -98,10 +99,14 @@ def mpi_call(stacks: Mapping[str, Stack]) -> str:
 class Pulse:
     """Whether the main thread runs Python; it does not while it is in a call of MPI, or of any other C code."""
 
+    kept: ClassVar[list[Any]] = []
+    """What the interpreter may still call after its watch has ended."""
+
     def __init__(self) -> None:
         self._since, self._is_due = time.monotonic(), False
         # The interpreter calls it in the main thread, as soon as that runs Python.
         self._beat = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._come)
+        self.kept.append(self._beat)
 
     def _come(self, argument: int | None) -> int:
         self._is_due = False
