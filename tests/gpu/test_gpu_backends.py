@@ -61,9 +61,7 @@ import torch
 import torch.distributed
 torch.distributed.init_process_group("gloo")  # NCCL refuses two ranks on one device
 import wordrun
-from wordrun.train import run
-run.draw = lambda *_: []
-with wordrun.Trainer(wordrun.compose(sys.argv[1:])) as trainer:
+with wordrun.Trainer(wordrun.compose([*sys.argv[1:], "train.report=false"])) as trainer:
     trainer.train()
     devices = {p.device for p in trainer.backend.parameters}
     assert len(devices) == 1, devices

@@ -215,9 +215,8 @@ def _step_time(axes: Any, training: Table) -> None:
     totals = sorted(map(sum, zip(*heights, strict=True)))
     shown = min(totals[-1], PEAK * totals[9 * len(totals) // 10])
     axes.set_ylim(0, 1.12 * shown or None)
-    axes.legend(
-        loc="upper right", fontsize=6, title_fontsize=6, title="higher peaks cut off" if shown < totals[-1] else ""
-    )
+    title = "higher peaks cut off" if shown < totals[-1] else ""
+    axes.legend(loc="upper right", fontsize=6, title=title, title_fontsize=6)
 
 
 def _panels(metrics: Metrics) -> list[tuple[str, Table, list[str]]]:
