@@ -64,13 +64,13 @@ def rows(whole: Tensor, ranks: int) -> list[TensorShard]:
     return [TensorShard("", whole.shape, (min(rank * size, len(whole)), 0), p) for rank, p in enumerate(pieces)]
 
 
-@pytest.mark.parametrize("bucket", [1, 10**9])
-def test_whole_matrices_arrive_and_their_shards_return(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "BUCKET", bucket)
+@pytest.mark.parametrize(("width", "buckets"), [(1, 1), (2**17, 2)])
+def test_whole_matrices_arrive_and_their_shards_return(
+    width: int, buckets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    wholes = [
-        torch.randn(shape) for shape in ((8, 6), (5, 4), (2, 3), (8, 6), (4, 9))
-    ]  # of 2 rows, two ranks have none
+    shapes = ((8, 6), (5, 4), (2, 3), (8, 6), (4, 9))  # of 2 rows, two ranks have none
+    wholes = [torch.randn(rows, width * columns) for rows, columns in shapes]
     shards: Shards = [list(each) for each in zip(*(rows(whole, 4) for whole in wholes), strict=True)]
     copied = torch.randn(3, 3)  # and one that all ranks have
     for mine in shards:
@@ -78,9 +78,9 @@ def test_whole_matrices_arrive_and_their_shards_return(bucket: int, monkeypatch:
     wholes.append(copied)
     exchange = Exchange(4)
     by_rank = divide(shards, wholes, exchange, monkeypatch)
-    assert len(by_rank[0].routes) == (2 if bucket == 1 else 1), "a bucket has a matrix for each rank"
+    assert len(by_rank[0].routes) == buckets, "a bucket has a matrix for each rank"
     done: set[int] = set()
-    for number in range(len(by_rank[0].routes)):
+    for number in range(buckets):
         gathering = [each.to_owners(number, [s.data for s in mine]) for each, mine in zip(by_rank, shards, strict=True)]
         owned = [finish() for finish in gathering]
         for each in owned:
