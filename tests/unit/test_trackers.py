@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import pytest
 
 import wordrun
-from wordrun import registry
 from wordrun.config import TrackerConfig
 from wordrun.errors import UserError
 from wordrun.registry import Part, parts
@@ -66,11 +65,11 @@ def same(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> bool
 def test_the_pages_tracker_records_no_row_twice(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/extend.md").read_text()
     (code,) = re.findall(r"`mine/csv_file.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
-    module: Any = types.ModuleType("csv_file")
-    monkeypatch.setitem(sys.modules, "csv_file", module)
-    exec(code, vars(module))
+    (tmp_path / "csv_file.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "csv_file", raising=False)
+    module = importlib.import_module("csv_file")
     monkeypatch.setitem(parts("tracker"), "csv", Part(module.CsvConfig, module.CsvTracker, "tracker", "csv", "here:1"))
-    monkeypatch.setattr(registry, "statements", lambda cls: None)
 
     train_and_resume(small("tracker=csv", "train.eval_interval=0"), tmp_path / "run")
     rows = (tmp_path / "run/losses.csv").read_text().splitlines()
