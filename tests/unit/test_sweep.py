@@ -105,6 +105,22 @@ def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
     assert "sweep s: 0 points" in capfd.readouterr().out
 
 
+def test_some_points_run_beside_others_and_leave_the_table_alone(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in jobs of several points, which run at the same time."""
+    monkeypatch.setenv("FAIL", "1 2")
+    assert sweep(command, "1", "2", "3") == 1
+    monkeypatch.delenv("FAIL")
+    before = Path("s/points.csv").read_text()
+    assert sweeps.main(["s", "1"]) == 0
+    assert "sweep s: 1 finished" in capfd.readouterr().out
+    assert Path("s/points.csv").read_text() == before
+    assert sweeps.main(["s"]) == 0
+    assert "sweep s: 1 point, 1 at a time; not run: 2 finished" in capfd.readouterr().out
+    assert [row["state"] for row in rows_of("s")] == ["done"] * 3
+
+
 def test_ctrl_c_ends_the_running_points_and_starts_no_other(command: list[str], start: Start, tmp_path: Path) -> None:
     """One line says so, the points end in good order, and the sweep can be continued."""
     (tmp_path / "run.py").write_text(
