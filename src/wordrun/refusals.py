@@ -43,15 +43,20 @@ def diagnose(
     except REFUSALS:
         is_ours = isinstance(cause, ConfigError)
         return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None, []
-    refused: dict[str, Exception] = {}
     good: list[str] = []
     # Hydra's search path first, since it adds files.
-    for override in sorted((o for o in overrides if not VALUE.fullmatch(o)), key=lambda o: not o.startswith("hydra")):
-        try:
-            base = compose([*good, override])
-            good.append(override)
-        except REFUSALS as error:
-            refused[override] = error
+    left = sorted((o for o in overrides if not VALUE.fullmatch(o)), key=lambda o: not o.startswith("hydra"))
+    while True:  # a file may set options of a part that an override after it chooses
+        refused: dict[str, Exception] = {}
+        for override in left:
+            try:
+                base = compose([*good, override])
+                good.append(override)
+            except REFUSALS as error:
+                refused[override] = error
+        if len(refused) == len(left):
+            break
+        left = [*refused]
     for override in (o for o in overrides if VALUE.fullmatch(o)):
         try:
             (parsed,) = OverridesParser.create().parse_overrides([override])
@@ -88,6 +93,10 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     if "=" not in override:
         return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)
+    missing = re.search(r"Key '(\w+)' not in", f"{text}\n{error.__cause__}")
+    gone = [each for each in synonyms.GONE if missing and missing[1] == each.rpartition(".")[2]]
+    if gone and gone[0] != name:  # in a file
+        return f"{override}: {unknown_option(gone[0], ())}"
     if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)

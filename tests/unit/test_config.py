@@ -573,6 +573,25 @@ def test_an_experiment_that_is_no_yaml_is_one_message(tmp_path: Path) -> None:
         compose(["experiment=mine"], tree=Tree(extra_dir=str(tmp_path)))
 
 
+def test_an_experiment_may_suit_a_backend_that_is_chosen_after_it(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbackend:\n  sync_every: 7\n")
+    words = ["experiment=mine", "train.backend=diloco", "train.nope=1"]
+    (line,) = complaints(lambda: compose(words, tree=Tree(extra_dir=str(tmp_path))))
+    assert line.startswith("unknown option 'train.nope'")
+
+
+def test_a_removed_option_in_an_experiment_says_what_to_use_instead(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbackend:\n  exchange_bits: 8\n")
+    words = ["train.backend=diloco", "experiment=mine"]
+    (line,) = complaints(lambda: compose(words, tree=Tree(extra_dir=str(tmp_path))))
+    assert line == (
+        "experiment=mine: backend.exchange_bits was removed: islands exchange fp32; for fewer bytes, raise "
+        "backend.sync_every"
+    )
+
+
 def test_a_typo_in_an_experiment_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_itrs: 3\n")
