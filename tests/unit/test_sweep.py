@@ -258,7 +258,10 @@ def test_a_folder_with_a_sweep_is_not_used_for_another(
     file = tmp_path / "s" / "sweep.json"
     file.write_text(json.dumps({"id": "a", "command": [], "options": {}, "points": []}))
     assert sweeps.main(["s"]) == 2
-    assert "s has a sweep of an older version of wordrun: continue it with that version" in capfd.readouterr().err
+    assert capfd.readouterr().err == (
+        "s has a sweep of an older version of wordrun: continue it with that version, or choose another "
+        "hydra.sweep.dir\n"
+    )
     file.write_text("{")
     assert sweeps.main(["s"]) == 2
     assert "sweep.json cannot be read" in capfd.readouterr().err
