@@ -296,6 +296,15 @@ def test_another_program_may_be_told_of_wordrun(tmp_path: Path) -> None:
     assert re.search(r"^launch: rank \d ended with exit status 2$", run.stderr, re.MULTILINE), run.stderr
 
 
+def test_wordrun_behind_a_script_says_itself_what_is_wrong(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
+    run = launch(tmp_path, "-n", "2", "python", path, "wordrun", "data=sample", "train.nope=1")
+    assert run.returncode == 2
+    start, message = run.stderr.splitlines()
+    assert start.startswith("launch: starting 2 ranks"), run.stderr
+    assert message.startswith("unknown option 'train.nope'"), run.stderr
+
+
 def test_last_lines_are_not_repeated_where_nothing_covers_them(tmp_path: Path) -> None:
     run = launch(tmp_path, "-n", "2", "sh", "-c", "[ $RANK = 0 ] || { echo boom >&2; exit 3; }")
     assert run.returncode == 3

@@ -46,7 +46,6 @@ class Options:
     no_preimport: bool = False
     """Let guardians import nothing for the ranks."""
     spare_nodes: int = 0
-    """Read the environment's files on each node before the ranks start."""
     submit: bool = False
     walltime: str | None = None
     """H:MM:SS."""

@@ -132,8 +132,7 @@ class Supervisor:
         self.output.hush()
         if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
             self.patience(FAILURE_PATIENCE_S, self.give_up)
-            is_wordrun = self.plan.options.runs_wordrun or os.path.exists(os.path.join(self.status_dir, MARK))
-            if status == ConfigError.exit_status and is_wordrun:
+            if status == ConfigError.exit_status and self.runs_wordrun:
                 return  # it has said what is wrong with the options
             on = f" on {host}" if len(self.plan.hosts) > 1 else ""
             self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
@@ -266,10 +265,16 @@ class Supervisor:
         except OSError as error:
             say(f"cannot ask the ranks where they are: {error.filename}: {error.strerror}")
             return
-        answers = self.plan.options.runs_wordrun or self.plan.options.hang is not None
+        answers = self.runs_wordrun or self.plan.options.hang is not None
         shown = [processes.spy(rank) for rank in ([] if answers else self.ranks_here())]
         others = "programs that do not use wordrun answer under launch --hang, or py-spy shows them: wordrun[hang]"
         say("asked the ranks where they are" + ("" if answers or any(shown) else f" ({others})"))
+
+    @property
+    def runs_wordrun(self) -> bool:
+        """Whether the command is wordrun, or has started it, which leaves a mark."""
+        marked = bool(self.status_dir) and os.path.exists(os.path.join(self.status_dir, MARK))
+        return self.plan.options.runs_wordrun or marked
 
     def ranks_here(self) -> list[int]:
         """Return the Python processes on this host that are ranks."""
