@@ -196,13 +196,13 @@ def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: 
     def started(self: pool.Pool, point: Point, nodes: int = 1) -> None:
         busy = [each for running in self.running for each in running.placements]
         start(self, point, nodes)
-        hosts = Path("out/hosts", f"{self.running[-1].placements[0].number}").read_text().split()
+        hosts = Path("out/hosts", point.name).read_text().split()
         assert len(hosts) == int(point.launch[1])
         assert not {host for each in busy for host in each.hosts} & set(hosts)
         together.append((point.name, len(busy)))
 
     monkeypatch.setattr(pool.Pool, "start", started)
-    free = [Placement(at, (host,)) for at, host in enumerate("abc")]
+    free = [Placement((host,)) for host in "abc"]
     with opened(OUT) as table:
         runner = Runner(table, ["true"], ["--dry-run"], lambda run: {}, lambda chunk: None)  # type: ignore
         assert runner.run(points, free, lambda row: "", lambda point: int(point.launch[1])) == 1
@@ -220,7 +220,7 @@ def test_a_point_without_room_on_the_disk_ends_the_study_and_is_repeated(tmp_pat
     def run() -> None:
         with opened(OUT) as table:
             runner = Runner(table, ["python", "point.py"], [], lambda run: {}, lambda chunk: None)  # type: ignore
-            runner.run([A, B], [Placement(0)], lambda row: "")
+            runner.run([A, B], [Placement()], lambda row: "")
 
     with pytest.raises(UserError, match="a ran out of disk space"):
         run()

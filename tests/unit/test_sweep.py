@@ -156,7 +156,6 @@ def test_points_are_placed_on_disjoint_nodes_or_parts_of_them() -> None:
         wanted = LauncherOptions(**options)
         ranks = decide_ranks(parse([*wanted.launch(), "x"]), job)
         found = divide(wanted, job, ranks, threads_given=False)
-        assert [each.number for each in found] == list(range(len(found)))
         return ["+".join(each.hosts) + f" {each.part}/{each.parts}" for each in found]
 
     laptop = host(1, 1, scheduler="none", cores=2)
@@ -193,10 +192,10 @@ def test_points_in_a_pbs_job_name_their_hosts_and_are_warned_before_its_end() ->
     wanted = LauncherOptions(nodes=1, ppn=4, args="--walltime-margin 60")
     job = host(2, 4, 4, scheduler="pbs")
     places = divide(wanted, job, decide_ranks(parse([*wanted.launch(), "x"]), job), threads_given=False)
-    options = [parse(place.words(wanted.launch(), Path("hosts"))) for place in places]
+    options = [parse(place.words(wanted.launch(), Path(f"hosts/{at}"))) for at, place in enumerate(places)]
     assert [Path(str(each.hostfile)).read_text() for each in options] == ["n1\n", "n2\n"]
     assert [(each.walltime_margin, each.launcher_args) for each in options] == [(60.0, ())] * 2
-    assert parse(places[0].words(["-n", "1"], Path("hosts"))).walltime_margin == 120
+    assert parse(places[0].words(["-n", "1"], Path("hosts/0"))).walltime_margin == 120
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

@@ -26,7 +26,6 @@ from wordrun.study.options import LauncherOptions
 class Placement:
     """The nodes, or the part of a node, where one point runs."""
 
-    number: int
     hosts: tuple[str, ...] = ()
     """Some of the job's nodes; empty: all of them, or this machine."""
     part: int = 0
@@ -44,16 +43,15 @@ class Placement:
         """Return the nodes of ``several`` placements as one."""
         return replace(several[0], hosts=tuple(host for each in several for host in each.hosts))
 
-    def words(self, launch: Sequence[str], folder: Path) -> list[str]:
-        """Return the options ``launch`` with those that start a point here; ``folder`` is for a file with the hosts.
+    def words(self, launch: Sequence[str], file: Path) -> list[str]:
+        """Return the options ``launch`` with those that start a point here; the hosts, if any, are written to ``file``.
 
         Raises:
             OSError: the file cannot be written.
         """
         words = [*(["--walltime-margin", f"{MARGIN_S:g}"] if self.warns else []), *launch]
         if self.hosts:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"{self.number}"
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(f"{host}\n" for host in self.hosts), encoding="utf-8")
             words += ["--hostfile", str(file.absolute())]
         if self.sharing:
@@ -86,7 +84,7 @@ def nodes(launch: Sequence[str]) -> list[Placement]:
     """Return this job's nodes, or this machine, for points that take whole nodes; ``launch``: options of all points."""
     job = look_around(parse([*launch, "--", "wordrun"]))[0]
     hosts = [(host,) for host in job.hosts] if len(job.hosts) > 1 else [()]
-    return [Placement(at, names, warns=_warns(job)) for at, names in enumerate(hosts)]
+    return [Placement(names, warns=_warns(job)) for names in hosts]
 
 
 def _warns(job: Job) -> bool:
@@ -125,7 +123,7 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     if ranks.nodes > 1:
         starts = range(0, len(job.hosts) - ranks.nodes + 1, ranks.nodes)
         hosts_of_each = [job.hosts[start : start + ranks.nodes] for start in starts]
-        return [Placement(at, hosts, warns=warns) for at, hosts in enumerate(hosts_of_each[:most])]
+        return [Placement(hosts, warns=warns) for hosts in hosts_of_each[:most]]
     hosts = job.hosts
     slots = min(job.slots) if any(job.devices) or not job.is_local else 1
     parts = max(1, slots // ranks.np)
@@ -136,8 +134,12 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     pairs = [(part, host) for part in range(parts) for host in hosts]
     return [
         Placement(
-            at, () if job.is_local and len(hosts) == 1 else (host,), part, parts, threads,
-            SCHEDULERS[job.scheduler].sharing if parts > 1 else (), warns,
+            () if job.is_local and len(hosts) == 1 else (host,),
+            part,
+            parts,
+            threads,
+            SCHEDULERS[job.scheduler].sharing if parts > 1 else (),
+            warns,
         )
-        for at, (part, host) in enumerate(pairs[:most])
-    ]  # fmt: skip
+        for part, host in pairs[:most]
+    ]

@@ -92,7 +92,8 @@ class Pool:
         taken, place = self.free[:nodes], Placement.of(self.free[:nodes])
         try:
             point.clear()
-            words = place.words([*self.launch, *point.launch], self.folder / "hosts")
+            # Named after the point, as other jobs may run points of this folder at the same time.
+            words = place.words([*self.launch, *point.launch], self.folder / "hosts" / point.name)
             point.log.parent.mkdir(parents=True, exist_ok=True)
             command = command_of(self.command, point)
             with point.log.open("ab") as log:
