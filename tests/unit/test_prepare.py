@@ -356,7 +356,7 @@ def test_a_run_does_not_prepare_a_large_source(tmp_path: Path) -> None:
 
 def test_a_run_finds_what_the_command_has_prepared(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["data=text", f"data.path={texts}", "tokenizer=byte"]) == 0
-    for more, prepares in (((), False), (("data.val_fraction=0.2",), True)):
+    for more, prepares in (((), False), (("data.val_fraction=0.2", "data.workers=1"), True)):
         caplog.clear()
         with caplog.at_level("INFO", logger="wordrun"):
             assert len(obtain.obtain(config(texts, *more), World()).train) > 100_000
