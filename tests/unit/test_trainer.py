@@ -233,10 +233,7 @@ def test_the_smoothed_curve_begins_with_its_first_value() -> None:
 # The sample in place of a text that cannot be downloaded
 
 
-def test_a_run_on_the_sample_is_called_so(
-    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("wordrun.prepare.sources.sample.sample_text", lambda: "To be or not to be.\n" * 200)
+def test_a_run_on_the_sample_is_called_so(small: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*small("data=shakespeare", "data.url=http://127.0.0.1:1/none"), "data.path=missing.txt"]
     assert cli.main(words) == 0
     (file,) = tmp_path.glob("outputs/*/*/*/run.json")
