@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import wordrun
 from wordrun import model as models
-from wordrun.backend import offload
 from wordrun.backend.transforms import prepare
 from wordrun.checks import check
 from wordrun.composer import compose
@@ -123,9 +125,9 @@ def test_a_run_within_a_budget_says_what_it_recomputes(tmp_path: Path) -> None:
     assert "train.activation_checkpointing=selective:2, and each rank needs about" in said
 
 
-MODELS = {
-    "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, batch_size=2, bias=True),
-    "llama": LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=40, block_size=64, batch_size=2),
+MODELS = {  # whose activations of 10 sequences, and the weights of whose MLPs, have more than 2^16 elements
+    "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=132, block_size=64, batch_size=10, bias=True),
+    "llama": LlamaConfig(n_layer=2, n_head=6, n_kv_head=3, n_embd=132, n_hidden=528, block_size=64, batch_size=10),
 }
 
 
@@ -135,16 +137,19 @@ def test_offloaded_activations_give_the_same_gradients(
     cfg: TransformerConfig, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hooks' own path, with host memory on both sides; only the streams are missing."""
-    monkeypatch.setattr(offload, "SMALL", 1)
     copied: Counter[tuple[int, ...]] = Counter()
-    copy = offload.Offload._copy
+    hooks = torch.autograd.graph.saved_tensors_hooks
 
-    def counted(tensor: torch.Tensor) -> offload.Offloaded:
-        copied[tuple(tensor.shape)] += 1
-        return copy(tensor)
+    def counted(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
+        def counting(tensor: torch.Tensor) -> Any:
+            kept = pack(tensor)
+            copied[tuple(tensor.shape)] += kept is not tensor
+            return kept
 
-    monkeypatch.setattr(offload.Offload, "_copy", staticmethod(counted))
-    tokens = torch.randint(61, (2, 65), generator=torch.Generator().manual_seed(0))
+        return hooks(counting, unpack)
+
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", counted)
+    tokens = torch.randint(61, (10, 65), generator=torch.Generator().manual_seed(0))
     gradients = []
     for on in (False, True):
         run = compose(["data=sample"])
@@ -154,10 +159,11 @@ def test_offloaded_activations_give_the_same_gradients(
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             model.losses(wordrun.data.batch.Batch(tokens[:, :-1], tokens[:, 1:])).mean().backward()
         gradients.append([p.grad for p in model.parameters()])
-        assert bool(copied) == on
+        assert bool(+copied) == on
     for ours, theirs in zip(*gradients, strict=True):
         assert ours is not None
         assert theirs is not None
         assert ours.equal(theirs)
     weights = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
-    assert not {shape for shape in copied if shape in weights or shape[::-1] in weights}
+    assert all(math.prod(shape) >= 2**16 for shape in +copied)
+    assert not {shape for shape in +copied if shape in weights or shape[::-1] in weights}

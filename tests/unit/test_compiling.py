@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,11 +35,23 @@ def test_what_calls_the_kernels_is_compiled_unless_it_communicates(device: str, 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile as far as g++, which takes minutes, and however short the run is."""
+    """Compile as far as g++, which takes minutes."""
     whole: Any = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **options: whole(call, **{**options, "backend": "aot_eager"}))
-    monkeypatch.setattr(compiling, "LEAST_S", 0.0)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+
+
+def clock(before: float, after: float) -> SimpleNamespace:
+    """Return a clock by which a step takes so many seconds, before the model is compiled and after."""
+
+    def readings() -> Iterator[float]:
+        now = 0.0
+        for step in count():
+            yield now
+            now += before if step < WARM + STEPS else after
+            yield now
+
+    return SimpleNamespace(perf_counter=readings().__next__)
 
 
 def run(words: list[str], folder: Path, *more: str) -> tuple[Trainer, dict[str, Any], list[float]]:
@@ -58,10 +71,10 @@ def is_compiled(trainer: Trainer) -> bool:
 def test_it_keeps_what_is_faster_and_a_resumed_run_keeps_it_too(
     pays: bool, scope: str, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "FASTER", math.inf if pays else 0.0)
     words = small("train.log_interval=1", "train.dtype=fp32", f"train.max_iters={ENOUGH}", "train.save_best=false")
     _, nothing, plain = run(words, tmp_path / "plain")
     words += ["train.compile=auto", f"train.compile_scope={scope}"]
+    monkeypatch.setattr(compiling, "time", clock(20.0, 19.5 if pays else 19.7))
     trainer, noted, losses = run(words, tmp_path / "run")
     assert (nothing, noted["compiled"], trainer.state.compiled) == ({}, pays, pays)
     assert is_compiled(trainer) == pays
@@ -69,7 +82,7 @@ def test_it_keeps_what_is_faster_and_a_resumed_run_keeps_it_too(
     assert losses == pytest.approx(plain, rel=1e-5)
     (line,) = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "train.compile=auto" in line]
     assert f"train.compile=auto: {'compiled' if pays else 'not compiled'} (" in line
-    assert " ms a step instead of " in line
+    assert " ms a step instead of 2e+04, after compiling for " in line
     again, noted, _ = run(words, tmp_path / "run", "train.resume=auto", f"train.max_iters={ENOUGH + 2}")
     assert is_compiled(again) == pays
     assert noted == {"compiled": pays, "reason": "as decided before the checkpoint"}
@@ -80,13 +93,13 @@ def test_it_keeps_what_is_faster_and_a_resumed_run_keeps_it_too(
     [
         (["train.max_iters=8"], "8 steps are too few"),
         (["train.deterministic=true"], "train.deterministic=true does not cover torch.compile"),
-        (["model.batch_size=1"], "s of training are too few to gain from it"),
+        (["model.batch_size=1"], "about 119 s of training are too few to gain from it"),
     ],
 )
 def test_it_does_not_compile_what_cannot_gain(
     words: list[str], says: str, small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "LEAST_S", 1e9)
+    monkeypatch.setattr(compiling, "time", clock(11.9, 1.0))
     trainer, noted, _ = run(small(f"train.max_iters={ENOUGH}", "train.compile=auto", *words), tmp_path / "run")
     assert noted["compiled"] is False
     assert says in noted["reason"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from wordrun.config import TextConfig
 from wordrun.errors import ConfigError, UserError
-from wordrun.prepare.sources import files, hub, locate
+from wordrun.prepare.sources import hub, locate
 from wordrun.prepare.sources.base import WorkItem
 from wordrun.prepare.sources.files import FileSource
 
@@ -98,11 +98,10 @@ def test_work_items_of_a_file_add_up_to_it(
             assert sum(document.begins for document in found) == 1
 
 
-def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_LINE", 10)
-    text = "é" * 50
+def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
+    text = "é" * 3 * 2**20
     path = write(tmp_path / "a.txt", [text])
-    cuts = [0, 33, 67, 100]
+    cuts = [0, 2**21, 2**22 + 1, 3 * 2**21]
     source = FileSource.locate(TextConfig(path=str(path)))
     found = [
         document.text
@@ -132,19 +131,19 @@ def test_a_local_hugging_face_data_set_is_read(form: str, tmp_path: Path, monkey
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("wordrun.prepare.sources.hub.ROWS", 25)
-    folder = tmp_path / "set"
+    folder, texts = tmp_path / "set", TEXTS
     if form == "files":
         folder.mkdir()
         for number in range(3):
             write(folder / f"train-{number:05d}-of-00003.parquet", TEXTS[20 * number : 20 * number + 20])
-    else:
-        table = datasets.Dataset.from_dict({"text": TEXTS})
+    else:  # so many rows that they are divided
+        texts = [TEXTS[number % 60] for number in range(100_001)]
+        table = datasets.Dataset.from_dict({"text": texts})
         (datasets.DatasetDict({"train": table}) if form == "splits" else table).save_to_disk(str(folder))
     source = locate(TextConfig("mine", "hf", dataset=str(folder)))
     items = source.items()
     assert len(items) == 3
-    assert [document.text for item in items for document in source.documents(item)] == TEXTS
+    assert [document.text for item in items for document in source.documents(item)] == texts
     with pytest.raises(ConfigError, match=r"no column data\.text_key=content, only"):
         locate(TextConfig("mine", "hf", dataset=str(folder), text_key="content")).items()
 

@@ -18,33 +18,31 @@ from wordrun.backend.transforms import compile_model
 from wordrun.config import GPTConfig, LlamaConfig
 from wordrun.model import attention, flex
 
-T = 37
+T = 592  # of 5 blocks, the last with 80 tokens
 NUMBERS = torch.stack([
-    torch.repeat_interleave(torch.arange(5), torch.tensor([13, 3, 1, 19, 1])),
-    torch.repeat_interleave(torch.arange(2), torch.tensor([36, 1])),
+    torch.repeat_interleave(torch.arange(5), torch.tensor([205, 50, 15, 306, 16])),
+    torch.repeat_interleave(torch.arange(2), torch.tensor([591, 1])),
 ])  # fmt: skip
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use small blocks, FlexAttention without its compiler, and its gradients, which torch has for CPUs but refuses."""
-    monkeypatch.setattr(flex, "BLOCK", 8)
+    """Use FlexAttention without its compiler, and its gradients, which torch has for CPUs but refuses."""
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention.flex_attention)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)  # not in 2.8
 
 
-@pytest.mark.parametrize("span", [T, 50, 11, 8, 1])
+@pytest.mark.parametrize("span", [T, 800, 171, 128, 1])
 @pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS * 0, NUMBERS[:, torch.randperm(T)]], ids=["some", "one", "mixed"])
-def test_blocks_are_those_of_the_whole_mask(numbers: Tensor, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_those_of_the_whole_mask(numbers: Tensor, span: int) -> None:
     """A block is left out if none of its tokens attend to each other, and computed without a mask if all do."""
-    monkeypatch.setattr(flex, "BLOCK", 8)
     ((size, found),) = flex.block_masks(numbers, [span]).items()
     assert size == min(span, T)
     ahead = torch.arange(T)[:, None] - torch.arange(T)
     allowed = (numbers[:, :, None] == numbers[:, None]) & (ahead >= 0) & (ahead < span)
-    padded = [F.pad(F.pad(allowed, (0, 3)), (0, 0, 0, 3), value=more) for more in (False, True)]  # the last queries
-    some, every_one = (each.view(2, 5, 8, 5, 8).transpose(2, 3).flatten(3) for each in padded)
+    padded = [F.pad(F.pad(allowed, (0, 48)), (0, 0, 0, 48), value=more) for more in (False, True)]  # the last queries
+    some, every_one = (each.view(2, 5, 128, 5, 128).transpose(2, 3).flatten(3) for each in padded)
     needed, complete = some.any(-1), every_one.all(-1)
     every = [[found.kv_num_blocks, found.kv_indices], [found.full_kv_num_blocks, found.full_kv_indices]]
     partial, whole = (
@@ -62,7 +60,7 @@ def test_blocks_are_those_of_the_whole_mask(numbers: Tensor, span: int, monkeypa
     assert found.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None]).equal(allowed[0])
 
 
-@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("window", [None, 171])
 @pytest.mark.usefixtures("eager")
 def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
     """Outputs and gradients, with grouped heads."""
@@ -70,8 +68,8 @@ def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
     q = torch.randn(2, 4, T, 16, requires_grad=True)
     k, v = (torch.randn(2, 2, T, 16, requires_grad=True) for _ in range(2))
     dense = (NUMBERS[:, None, :, None] == NUMBERS[:, None, None, :]).tril()
-    masks = flex.block_masks(NUMBERS, [T, 11])
-    assert [*masks] == [11, T]
+    masks = flex.block_masks(NUMBERS, [T, 171])
+    assert [*masks] == [171, T]
     masks = tree_map(lambda leaf: leaf, masks)  # as FSDP does with arguments, to cast those with a fraction
     ours = attention.causal_attention(q, k, v, 0.0, masks, 0.3, window)
     theirs = attention.causal_attention(q, k, v, 0.0, dense, 0.3, window)
@@ -85,7 +83,7 @@ def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
     "cfg",
     [
         GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T),
-        LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, n_hidden=48, block_size=T, window=9, global_every=2),
+        LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, n_hidden=48, block_size=T, window=139, global_every=2),
     ],
     ids=["gpt", "llama"],
 )
@@ -93,13 +91,13 @@ def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
 def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its losses and gradients are the same, and no block gets a mask of T x T values."""
     cfg = replace(cfg, dropout=0.0)
-    tokens, targets = torch.randint(50, (2, 2, T), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(kernels, "TRITON", True)  # as where there is a GPU
+    numbers = NUMBERS.repeat(6, 1)  # so many that a mask of all would have more than 2^22 values
+    tokens, targets = torch.randint(50, (2, 12, T), generator=torch.Generator().manual_seed(0))
     found = []
     for device in ("cpu", "cuda"):
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "SMALL_MASK", 0)
-            patch.setattr(kernels, "TRITON", True)
-            chosen = kernels.skips_blocks(device, 2 * T * T, 0.0, 16)
+            chosen = kernels.skips_blocks(device, 12 * T * T, 0.0, 16)
             assert chosen == (device == "cuda")
             patch.setattr(attention, "skips_blocks", lambda _, *facts: kernels.skips_blocks(device, *facts))  # noqa: B023
             model = models.build(cfg, 50)
@@ -108,7 +106,7 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
                 block.register_forward_pre_hook(
                     lambda block, args, given: masks.append(given["mask"]), with_kwargs=True  # noqa: B023
                 )  # fmt: skip
-            loss = model(tokens, documents=NUMBERS, targets=targets).sum()
+            loss = model(tokens, documents=numbers, targets=targets).sum()
             loss.backward()
         assert len(masks) == 2
         assert all(isinstance(mask, dict) == chosen for mask in masks)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wordrun.errors import ConfigError
-from wordrun.launch import freeze as freezing
 from wordrun.launch.freeze import freeze
 from wordrun.report.facts import environment
 from wordrun.runs.record import RunRecord
@@ -63,18 +62,19 @@ def test_a_copy_has_the_code_and_links_to_the_rest(project: Path) -> None:
     assert len(facts["commit"]) == 40
 
 
-def test_large_files_are_refused_with_their_names(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project / "weights.bin").write_bytes(bytes(2000))
-    monkeypatch.setattr(freezing, "LARGEST_UNTRACKED", 1000)
+def test_large_files_are_refused_with_their_names(project: Path) -> None:
+    weights = project / "weights.bin"
+    weights.touch()
+    os.truncate(weights, 10_000_001)
     with pytest.raises(ConfigError, match=r"weights.bin is untracked and has .* add it to .gitignore"):
         freeze(str(project / "outputs" / "j"), str(project), "", {})
     git(project, "add", "weights.bin")
-    monkeypatch.setattr(freezing, "LARGEST", 1000)
+    os.truncate(weights, 500_000_001)
     with pytest.raises(ConfigError, match=r"the largest files are weights.bin .*--no-freeze"):
         freeze(str(project / "outputs" / "j"), str(project), "", {})
 
 
-def test_a_folder_without_git_is_copied_unless_it_is_too_large(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_git_is_copied_unless_it_is_too_large(project: Path) -> None:
     shutil.rmtree(project / ".git")
     (project / "env" / "lib").mkdir(parents=True)
     (project / "env" / "pyvenv.cfg").touch()
@@ -87,7 +87,8 @@ def test_a_folder_without_git_is_copied_unless_it_is_too_large(project: Path, mo
     assert (code / "pkg" / "part.py").read_text() == "changed"
     assert not (code / "pkg" / "part.py").is_symlink()
     assert frozen.facts["commit"] is None
-    monkeypatch.setattr(freezing, "MOST_FILES", 3)
+    for number in range(20_001):  # links, because they are made faster than files
+        os.link(project / "train.py", project / "pkg" / f"{number}.txt")
     assert freeze(str(project / "outputs" / "k"), str(project), "", {}) is None
 
 

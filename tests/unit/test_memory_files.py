@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -194,6 +196,12 @@ def trained(words: list[str]) -> None:
         trainer.train()
 
 
+def free(monkeypatch: pytest.MonkeyPatch, *found: int) -> None:
+    """Let the file system have so many bytes free each time that it is asked, and enough after that."""
+    left = iter(found)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(left, 2**40)))
+
+
 EVERY = "train.memory_checkpoint_interval=2"
 
 
@@ -207,7 +215,7 @@ def test_memory_that_cannot_be_used_is_refused_with_the_figures(
     ):
         trained(words)
     monkeypatch.setenv("WORDRUN_SHM", str(tmp_path))
-    monkeypatch.setattr(NodeMemory, "room", lambda self: 100)
+    free(monkeypatch, 100)
     figures = r"need \d+\.\d MiB in .*, twice while the next one is written\), but only 0\.0 MiB are free; set it to 0"
     with pytest.raises(ConfigError, match=figures):
         trained(words)
@@ -217,9 +225,7 @@ def test_a_save_that_finds_no_room_is_left_out_and_the_next_one_is_tried(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORDRUN_SHM", str(tmp_path))
-    free = iter([0])  # the first time
-    monkeypatch.setattr(NodeMemory, "free", lambda self: next(free, 2**40))
-    monkeypatch.setattr(NodeMemory, "room", lambda self: 2**40)
+    free(monkeypatch, 2**40, 0)  # at the start, and at the first save
     kept = []
     monkeypatch.setattr(NodeMemory, "keep_only", lambda self, name="": kept.append(name))
     trained(small(EVERY, "train.max_iters=6", f"hydra.run.dir={tmp_path}/run"))
@@ -234,9 +240,7 @@ def test_a_run_that_goes_on_without_room_warns_once_until_there_is_some(
     monkeypatch.setenv("WORDRUN_SHM", str(tmp_path))
     words = small(EVERY, f"hydra.run.dir={tmp_path}/run", "train.resume=auto")
     trained([*words, "train.max_iters=2"])
-    free = iter([0, 0])  # the first two times
-    monkeypatch.setattr(NodeMemory, "free", lambda self: next(free, 2**40))
-    monkeypatch.setattr(NodeMemory, "room", lambda self: 100)
+    free(monkeypatch, 0, 0, 0, 0)  # at both starts, and at the first two saves
     stops = [*words, "train.max_iters=10", "train.on_save_error=stop"]
     with pytest.raises(ConfigError, match=r"but only 0\.0 MiB are free"):
         trained(stops)

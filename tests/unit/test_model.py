@@ -81,24 +81,25 @@ def test_documents_that_are_long_need_no_mask() -> None:
     assert attention.document_mask(documents).shape == (2, 1, 128, 128)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("long", [64, 1], ids=["one-mask", "each-by-itself"])
+@pytest.mark.parametrize("n", [16, 128], ids=["one-mask", "each-by-itself"])
 @pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["fused", "by-hand"])
-def test_attention_can_be_kept_within_documents(
-    model: Transformer, dropout: float, long: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "LONG", long)
+@ALL
+def test_attention_can_be_kept_within_documents(cfg: TransformerConfig, dropout: float, n: int) -> None:
+    """Of 6 documents; a CPU computes each by itself if their mean length is at least 64."""
+    model = models.build(replace(cfg, block_size=n), V, seed=1)
     for block in model.blocks.values():
         block.attention.dropout = dropout  # with some, a CPU takes another way
-    x = tokens()
+    x = tokens(T=n)
     documents = torch.zeros_like(x)
     documents[0, 5:] += 1
     documents[0, 9:] += 1
     documents[1, 1:] += 1
+    assert isinstance(attention.document_mask(documents), tuple) == (n == 128)
     whole, kept = model.features(x), model.features(x, documents=documents)
     torch.testing.assert_close(kept[2], whole[2])  # all of one document
     torch.testing.assert_close(kept[0, :5], whole[0, :5])
     if isinstance(model.cfg, LlamaConfig):  # only distances between tokens count
-        for row, start, stop in ((0, 5, 9), (0, 9, 16), (1, 0, 1), (1, 1, 16)):
+        for row, start, stop in ((0, 5, 9), (0, 9, n), (1, 0, 1), (1, 1, n)):
             alone = model.features(x[row : row + 1, start:stop])
             torch.testing.assert_close(kept[row : row + 1, start:stop], alone, rtol=1e-5, atol=1e-5)
     changed = x.clone()
@@ -108,17 +109,18 @@ def test_attention_can_be_kept_within_documents(
 
 
 @ALL
-def test_documents_have_the_same_gradients_with_a_mask_and_without(
-    cfg: TransformerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents = torch.zeros(3, 16, dtype=torch.long)
-    documents[0, 5:] += 1
-    documents[1, 1:] += 1
-    found = []
-    for long in (64, 1):
-        monkeypatch.setattr(attention, "LONG", long)
-        model = models.build(cfg, V, seed=1)
-        model(tokens(), documents=documents, targets=tokens(seed=1)).sum().backward()
+def test_documents_have_the_same_gradients_with_a_mask_and_without(cfg: TransformerConfig) -> None:
+    """A fourth sequence of short documents, whose loss does not count, makes a CPU use one mask for all."""
+    documents = torch.zeros(4, 128, dtype=torch.long)
+    documents[0, 40:] += 1
+    documents[1, 8:] += 1
+    documents[3] = torch.arange(128)
+    x, y, found = tokens(4, 128), tokens(4, 128, seed=1), []
+    for rows in (4, 3):
+        assert isinstance(attention.document_mask(documents[:rows]), tuple) == (rows == 3)
+        model = models.build(replace(cfg, block_size=128), V, seed=1)
+        losses = model(x[:rows], documents=documents[:rows], targets=y[:rows])
+        losses.view(rows, -1)[:3].sum().backward()
         found.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(found[0], found[1])
 

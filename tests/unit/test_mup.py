@@ -20,14 +20,14 @@ from wordrun.backend.base import BackendSpec
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.checkpoint.saved import find
 from wordrun.checks import check
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, OptimizerConfig, TransformerConfig
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist.mesh import Layout
 from wordrun.errors import ConfigError
 from wordrun.export import main
 from wordrun.model import mup
 from wordrun.model.attention import causal_attention
-from wordrun.registry import part_of
+from wordrun.registry import Part, part_of, parts
 from wordrun.study.fits import power_law
 
 V = 31
@@ -153,9 +153,9 @@ def test_wrong_options_are_named(words: list[str], says: str) -> None:
 
 
 def test_an_optimizer_without_known_rates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = wordrun.compose(["model.mup=true", "model.n_embd=256"])
-    monkeypatch.setattr(type(cfg.optimizer), "width_powers", lambda self: None)
-    with pytest.raises(ConfigError, match="which optimizer=adamw does not state: add the method width_powers"):
+    cfg = replace(wordrun.compose(["model.mup=true", "model.n_embd=256"]), optimizer=OptimizerConfig("mine"))
+    monkeypatch.setitem(parts("optimizer"), "mine", Part(OptimizerConfig, torch.optim.SGD, "optimizer", "mine"))
+    with pytest.raises(ConfigError, match="which optimizer=mine does not state: add the method width_powers"):
         check(cfg)
     check(replace(cfg, model=replace(cfg.model, n_embd=128)))
 

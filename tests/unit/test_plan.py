@@ -47,6 +47,7 @@ from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, in_flight
 from wordrun.plan.traffic import traffic
+from wordrun.registry import part_of, parts
 from wordrun.train.announce import spread_context
 
 if TYPE_CHECKING:
@@ -195,8 +196,11 @@ def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypat
     cfg = compose(words).model
     assert not shapes.needs_torch(cfg)
     found = shapes_of(cfg, 1000, 128)
-    monkeypatch.setattr(shapes, "needs_torch", lambda cfg: True)
-    model = shapes_of(cfg, 1000, 128)
+    other = type("Other", (type(cfg),), {})(**{**vars(cfg), "name": "other"})  # whose shapes only torch knows
+    part = replace(part_of("model", cfg), declared=type(other), name="other")
+    monkeypatch.setitem(parts("model"), "other", part)
+    assert shapes.needs_torch(other)
+    model = shapes_of(other, 1000, 128)
     for name in ("first", "block", "last", "tied"):
         assert sorted(map(repr, getattr(found, name))) == sorted(map(repr, getattr(model, name)))
     assert found.vocab_size == model.vocab_size

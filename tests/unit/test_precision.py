@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,13 @@ def test_bf16_has_to_gain_and_a_resumed_run_keeps_it(
     monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: True)
     words = [word for word in small("train.dtype=auto") if word != "train.dtype=fp32"]
     for gain, dtype in ((0.9 * GAIN, "fp32"), (1.1 * GAIN, "bf16")):
-        monkeypatch.setattr(precision, "bf16_gain", lambda width, gain=gain: gain)
+        # When a product in fp32 begins and ends, and one in bf16.
+        monkeypatch.setattr(time, "thread_time", cycle([0.0, gain, 0.0, 1.0]).__next__)
         folder = tmp_path / dtype
         with Trainer(wordrun.compose([*words, f"hydra.run.dir={folder}"])) as trainer:
             trainer.train()
         assert trainer.backend.dtype == precision.TORCH_DTYPES[dtype]
-    monkeypatch.setattr(precision, "bf16_gain", lambda width: 1 / 0)
+    monkeypatch.setattr(time, "thread_time", lambda: 1 / 0)
     again = wordrun.compose([*words, f"hydra.run.dir={tmp_path}/bf16", "train.resume=auto", "train.max_iters=5"])
     with Trainer(again) as trainer:
         trainer.train()
@@ -102,7 +104,7 @@ def test_without_instructions_nothing_is_measured(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: False)
-    monkeypatch.setattr(precision, "bf16_gain", lambda width: 1 / 0)
+    monkeypatch.setattr(time, "thread_time", lambda: 1 / 0)
     words = [word for word in small("train.dtype=auto") if word != "train.dtype=fp32"]
     with Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
         assert trainer.backend.dtype == torch.float32

@@ -35,17 +35,20 @@ from wordrun.config import (
     TextConfig,
     TokenizerConfig,
 )
-from wordrun.data import manifest as manifests
+from wordrun.data import manifest as manifests, shards
 from wordrun.data.corpus import open_prepared, open_text
+from wordrun.data.tokenizers.char import ByteTokenizer
+from wordrun.data.tokenizers.subword import HFTokenizer
 from wordrun.dist import World
 from wordrun.errors import ConfigError, PartError, UserError
-from wordrun.prepare import fingerprint, lock, obtain, run, tokenize, workers, writer
+from wordrun.prepare import fingerprint, lock, obtain, run, tokenize, workers
 from wordrun.prepare.cli import main
 from wordrun.prepare.sources import locate
-from wordrun.prepare.sources.base import Source
+from wordrun.prepare.sources.base import Source, WorkItem
 from wordrun.prepare.sources.download import DownloadSource
 from wordrun.prepare.sources.files import FileSource
 from wordrun.prepare.sources.sample import sample_text
+from wordrun.prepare.writer import SplitWriter
 from wordrun.registry import Part, parts
 
 if TYPE_CHECKING:
@@ -161,28 +164,36 @@ def test_a_text_is_split_as_in_memory(tmp_path: Path) -> None:
     assert [split[:].tolist() for split in found[1:]] == [split[:].tolist() for split in expected[1:]]
 
 
-def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.txt").write_text(sample_text()[:60_000])
-    cfg = BPETokenizerConfig(vocab_size=500)
-    made(tmp_path / "a.txt", tmp_path / "whole", cfg)
-    monkeypatch.setattr(tokenize, "CHUNK", 1000)
-    made(tmp_path / "a.txt", tmp_path / "parts", cfg)
-    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(tmp_path: Path) -> None:
+    text = sample_text()
+    assert len(text) > 3 * 2**18, "is encoded in four parts"
+    (tmp_path / "a.txt").write_text(text)
+    data = made(tmp_path / "a.txt", tmp_path / "out", cfg := BPETokenizerConfig(vocab_size=500), val_fraction=0.1)
+    tokenizer, train, val = open_prepared(tmp_path / "out", data, cfg)
+    assert isinstance(tokenizer, HFTokenizer)
+    whole = tokenizer.encode_batch([text[: (cut := int(len(text) * 0.9))], text[cut:]])
+    assert [train[1:].tolist(), val[:].tolist()] == [ids.tolist() for ids in whole]
 
 
-def test_shards_end_at_a_document_when_they_are_full(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "SHARD_TOKENS", 5000)
-    data = made(texts / "0.jsonl", tmp_path / "out")
-    manifest = manifests.load(tmp_path / "out")
-    assert [entry.file for entry in manifest.train][:2] == ["train_000000_00.bin", "train_000000_01.bin"]
-    assert all(5000 <= entry.tokens < 8000 for entry in manifest.train[:-1])
-    monkeypatch.undo()
-    made(texts / "0.jsonl", tmp_path / "one")
-    both = [open_prepared(tmp_path / name, replace(data), BYTE)[1][:].tolist() for name in ("out", "one")]
+def test_shards_end_at_a_document_when_they_are_full(texts: Path, tmp_path: Path) -> None:
+    documents = [json.loads(line)["text"] for line in (texts / "0.jsonl").read_text().splitlines()]
+    byte = ByteTokenizer()
+
+    def written(folder: Path, **options: int) -> list[manifests.Entry]:
+        folder.mkdir()
+        split = SplitWriter("train", WorkItem(0, "jsonl"), byte, folder, **options)
+        for document in documents:
+            split.add(byte.encode(document), begins=True)
+        return split.finish()
+
+    some, one = written(tmp_path / "some", shard_tokens=5000), written(tmp_path / "one")
+    assert [entry.file for entry in some][:2] == ["train_000000_00.bin", "train_000000_01.bin"]
+    assert all(5000 <= entry.tokens < 8000 for entry in some[:-1])
+    assert [entry.file for entry in one] == ["train_000000_00.bin"]
+    both = [
+        shards.Tokens([shards.examine(tmp_path / name / entry.file) for entry in entries])[:].tolist()
+        for name, entries in (("some", some), ("one", one))
+    ]
     assert both[0] == both[1]
 
 
@@ -335,18 +346,22 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
     assert "waiting for data=text to be prepared by process" in caplog.text
 
 
-def test_a_run_does_not_prepare_a_large_source(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obtain, "AUTO_PREPARE", 1000)
+def test_a_run_does_not_prepare_a_large_source(tmp_path: Path) -> None:
+    large = tmp_path / "large.txt"
+    large.touch()
+    os.truncate(large, 2**30 + 1)
     with pytest.raises(UserError, match=r"not prepared .* and it is large .*launch wordrun prepare data=text"):
-        obtain.obtain(config(texts), World())
+        obtain.obtain(config(large), World())
 
 
-def test_a_run_finds_what_the_command_has_prepared(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_what_the_command_has_prepared(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main(["data=text", f"data.path={texts}", "tokenizer=byte"]) == 0
-    monkeypatch.setattr(obtain, "AUTO_PREPARE", 0)
-    assert len(obtain.obtain(config(texts), World()).train) > 100_000
-    with pytest.raises(UserError, match="not prepared with these options"):
-        obtain.obtain(config(texts, "data.val_fraction=0.2"), World())
+    for more, prepares in (((), False), (("data.val_fraction=0.2", "data.workers=1"), True)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="wordrun"):
+            assert len(obtain.obtain(config(texts, *more), World()).train) > 100_000
+        assert ("preparing data=text in" in caplog.text) == prepares
+        assert ("using prepared data in" in caplog.text) != prepares
 
 
 @pytest.mark.parametrize("where", ["data.prepared", "WORDRUN_DATA_HOME"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from itertools import pairwise
@@ -75,7 +76,7 @@ def test_shards_are_one_array(sizes: list[int], data: st.DataObject, tmp_path_fa
     cuts = np.cumsum([0, *sizes])
     paths = [llm_c(folder / f"{i}.bin", whole[a:b].tolist()) for i, (a, b) in enumerate(pairwise(cuts))]
     tokens = Tokens([examine(path) for path in paths])
-    with mock.patch.object(shards, "_may_open", return_value=2):
+    with mock.patch.object(resource, "getrlimit", return_value=(2, 2)):
         assert len(tokens) == len(whole)
         for _ in range(5):
             a, b = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))

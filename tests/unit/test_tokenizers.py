@@ -105,10 +105,7 @@ def test_word_by_word_is_as_the_library_does_it(text: str, gpt2: Tokenizer, hf: 
         assert words.encode(text).tolist() == by_library(words, text)
 
 
-def test_every_character_parts_words_as_it_does_for_the_library(
-    gpt2: Tokenizer, hf: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(word_cache, "MAX_WORDS", 1000)  # reached, here
+def test_every_character_parts_words_as_it_does_for_the_library(gpt2: Tokenizer, hf: Tokenizer) -> None:
     texts = [f"the{c}he {c}the {c}{c} 1{c}1 .{c}. \n{c}\n{c}{c}  '{c}s" for c in KNOWN]
     known = [text for text in texts if not word_cache._patterns(False)[0].search(text)]
     assert len(known) > 1000
@@ -117,6 +114,21 @@ def test_every_character_parts_words_as_it_does_for_the_library(
             assert ids.tolist() == by_library(words, text), text
         assert words._cache.encode(known[-1]) is not None  # type: ignore[attr-defined]
     assert hf.encode("the</s>the").tolist() == by_library(hf, "the</s>the")
+
+
+def test_a_full_cache_of_words_begins_anew() -> None:
+    asked: list[list[str]] = []
+
+    def encode(words: list[str]) -> list[list[int]]:
+        asked.append(sorted(words))
+        return [list(word.encode()) for word in words]
+
+    cache = word_cache.WordCache(encode, max_words=2)
+    for text in ("a b", "a c", "a d", "d a"):
+        ids = cache.encode(text)
+        assert ids is not None
+        assert ids.tolist() == list(text.encode())
+    assert asked == [[" b", "a"], [" c"], [" d", "a"], [" a", "d"]]
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from matplotlib.image import imread
 
 import wordrun
 from wordrun import cli, compat, export, generate
-from wordrun.backend import precision
 from wordrun.backend.ddp import DDPBackend
 from wordrun.config import Config
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
@@ -233,10 +232,7 @@ def test_the_smoothed_curve_begins_with_its_first_value() -> None:
 # The sample in place of a text that cannot be downloaded
 
 
-def test_a_run_on_the_sample_is_called_so(
-    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("wordrun.prepare.sources.sample.sample_text", lambda: "To be or not to be.\n" * 200)
+def test_a_run_on_the_sample_is_called_so(small: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*small("data=shakespeare", "data.url=http://127.0.0.1:1/none"), "data.path=missing.txt"]
     assert cli.main(words) == 0
     (file,) = tmp_path.glob("outputs/*/*/*/run.json")
@@ -467,7 +463,7 @@ def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: has_bf16)
-    monkeypatch.setattr(precision, "bf16_gain", lambda width: 2.0)  # whatever it is here
+    monkeypatch.setattr(time, "thread_time", cycle([0.0, 2.0, 0.0, 1.0]).__next__)  # a product in fp32, one in bf16
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
     computed = "bfloat16" if asked in ("bf16", "auto") and has_bf16 else "float32"

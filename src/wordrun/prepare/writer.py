@@ -26,10 +26,19 @@ GROUP = 16
 
 
 class SplitWriter:
-    """Writes the shards that a work item contributes to one split."""
+    """Writes the shards that a work item contributes to one split, of ``shard_tokens`` and the rest of a document."""
 
-    def __init__(self, name: str, item: WorkItem, tokenizer: Tokenizer, folder: Path, *, pairs: bool = False) -> None:
-        self.name, self.item, self.folder = name, item, folder
+    def __init__(
+        self,
+        name: str,
+        item: WorkItem,
+        tokenizer: Tokenizer,
+        folder: Path,
+        *,
+        pairs: bool = False,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.name, self.item, self.folder, self.shard_tokens = name, item, folder, shard_tokens
         self._eot = None if tokenizer.eot is None else np.array([tokenizer.eot])
         if pairs and self._eot is not None:
             self._eot = self._eot.astype(np.uint32) | START | ANSWER  # as a target, it ends the answer before it
@@ -42,7 +51,7 @@ class SplitWriter:
     def add(self, tokens: Ids, begins: bool, answers: bool = False) -> None:
         """Append tokens, after an end-of-text token if a document ``begins`` with them; ``answers`` are predicted."""
         if begins:
-            if self._count >= SHARD_TOKENS:
+            if self._count >= self.shard_tokens:
                 self._flush()
             self._starts.append(self._count)
             if self._eot is not None:

@@ -50,10 +50,11 @@ class WordCache:
 
     Args:
         encode: the tokenizer's own function, which returns the token ids of each of several words.
+        max_words: words in the cache above which it begins anew with the next text.
     """
 
-    def __init__(self, encode: Callable[[list[str]], Iterable[Sequence[int]]]) -> None:
-        self._encode = encode
+    def __init__(self, encode: Callable[[list[str]], Iterable[Sequence[int]]], max_words: int = MAX_WORDS) -> None:
+        self._encode, self._max_words = encode, max_words
         self._known: dict[str, bytes] = {}
 
     def encode(self, text: str) -> NDArray[np.uint32] | None:
@@ -62,7 +63,7 @@ class WordCache:
         if unsupported.search(text):
             return None
         words = pattern.findall(text)
-        if len(self._known) > MAX_WORDS:
+        if len(self._known) > self._max_words:
             self._known.clear()
         new = list(set(words).difference(self._known))
         for word, tokens in zip(new, self._encode(new), strict=True):
