@@ -59,15 +59,11 @@ import json, sys
 import torch
 import torch.distributed as td
 import wordrun
-from wordrun import checks, dist, kernels
+from wordrun import checks, dist
 from wordrun.backend.tensors import full, local
-from wordrun.model import loss
-from wordrun.train import language, owners
+from wordrun.train import language
 
-owners.BUCKET = 64  # so that Muon's small matrices fill several buckets
-kernels.CHUNK = 1000  # so that a chunked loss has several chunks
-chunked, cross_entropy = [], loss.cross_entropy
-loss.cross_entropy = lambda *args, **kwargs: chunked.append(1) or cross_entropy(*args, **kwargs)
+with_all_logits = []
 
 def vocab_multiple(cfg, tp, on_cpu):
     return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
@@ -82,7 +78,10 @@ with dist.session() as world:
     for name, words in json.load(open(sys.argv[1])).items():
         cfg = wordrun.compose([*words, f"hydra.run.dir={name}"]) if world.rank == 0 else None
         with wordrun.Trainer(dist.broadcast(cfg, world), world) as trainer:
-            chunked.clear()
+            with_all_logits.clear()
+            heads = [part.head for part in trainer.backend.parts if hasattr(part, "head")]
+            for head in heads:  # a chunked loss does not call it, unlike samples, which are no training
+                head.register_forward_hook(lambda module, *_: with_all_logits.append(1) if module.training else None)
             before = trainer.evaluate()
             parameters = trainer.backend.parameters
             gradients = []
@@ -98,7 +97,7 @@ with dist.session() as world:
             found = [None] * world.size
             td.all_gather_object(found, {
                 "parameters": nbytes(parameters), "gradients": max(gradients), "states": nbytes(states),
-                "before": before, "chunked": bool(chunked),
+                "before": before, "chunked": bool(heads) and not with_all_logits,
                 "tokens": [b.tokens.flatten().tolist() for b in trainer._micro_batches()], "coordinates":
                 [trainer.layout.dp_index(world.rank), trainer.layout.index(world.rank, "pp")],
             })

@@ -209,12 +209,11 @@ from functools import partial
 import torch
 import wordrun
 from memory_peak import peak
-from wordrun import backend, dist, kernels
+from wordrun import backend, dist
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checks import check
 from wordrun.data.batch import Batch
 from wordrun.model import meta_model
-from wordrun.plan import activations
 from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
@@ -222,7 +221,6 @@ from wordrun.plan.shapes import shapes_of
 from wordrun.registry import part_of
 
 VOCAB, B, T = 4096, 8, 64
-kernels.CHUNK = activations.CHUNK = 2**19  # of 2^21 logits
 tokens = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(0))
 batch = Batch(tokens[:, :-1], tokens[:, 1:])
 with dist.session(device="cpu") as world:
