@@ -93,10 +93,9 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     if "=" not in override:
         return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)
-    missing = re.search(r"Key '(\w+)' not in", f"{text}\n{error.__cause__}")
-    gone = [each for each in synonyms.GONE if missing and missing[1] == each.rpartition(".")[2]]
-    if gone and gone[0] != name:  # in a file
-        return f"{override}: {unknown_option(gone[0], ())}"
+    in_file = re.search(r"full_key: (\S+)", text)
+    if in_file and in_file[1] in synonyms.GONE and in_file[1] != name:
+        return f"{override}: {unknown_option(in_file[1], ())}"
     if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)

@@ -52,7 +52,9 @@ GONE: dict[str, str] = {
     "plan.bandwidth": "wordrun study scaling measures the time of a step",
     "backend.exchange_bits": "islands exchange fp32; for fewer bytes, raise backend.sync_every",
 }
-"""Options that wordrun no longer has, and what to use instead. Old checkpoints are read without them."""
+"""Options that wordrun no longer has, and what to use instead.
+
+Old checkpoints are read without them, so an option that changes what a model computes must not be here."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 
