@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import groupby, product
 
 from wordrun.errors import ConfigError
 
@@ -132,3 +132,9 @@ def expand_counts(text: str, name: str = "counts") -> list[int]:
             raise ConfigError(f"{name}='{text}' is not a list of counts such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
+
+
+def compact_counts(counts: Sequence[int]) -> str:
+    """Return the text that ``expand_counts`` expands."""
+    runs = [(count, len([*same])) for count, same in groupby(counts)]
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pty
@@ -227,6 +228,51 @@ def test_plain_ddp_runs_unmodified(tmp_path: Path, words: Sequence[str]) -> None
     lines = without_gloo(run.stdout).splitlines()
     assert sorted(line.split(" on ")[0] for line in lines) == ["ok", "rank 0 of 2", "rank 1 of 2"]
     assert "never connected" not in run.stderr
+
+
+@pytest.mark.parametrize("by", ["--launcher hydra", "--launcher torchrun", "--elastic", "--elastic --hang 99"])
+def test_every_variable_reaches_the_ranks(tmp_path: Path, by: str) -> None:
+    """Also those that dash drops, and those that a shell or rank_env.sh has itself."""
+    odd = {
+        b"BASH_FUNC_module%%": b'() {  echo "module $@"\n}', b"BASH_FUNC_a-b%%": b"() { :; }; echo evil", b"a.b": b"1",
+        b"x-y": b"two words", b"-z": b"", b"new\nline": b"v\nw", b"line\n": b"2", b"\xff": b"\x80", b"": b"no name",
+        b"1st": b"`id` $x '\"", b"long.value": b"x" * 100_000, b"IFS": b":", b"OPTIND": b"7", b"PPID": b"9",
+        b"RANDOM": b"4", b"item": b"i", b"rest": b"r", b"times": b"t", b"node": b"n", b"status": b"s",
+    }  # fmt: skip
+    code = "import os; open('rank' + os.environ['RANK'], 'w').write(repr(dict(os.environb)))"
+    (tmp_path / "show.py").write_text(code)
+    env = {**{os.fsencode(name): os.fsencode(value) for name, value in environment(tmp_path).items()}, **odd}
+    done = subprocess.run(
+        [LAUNCH, "-n", "2", *by.split(), str(BIN / "python"), "show.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = ast.literal_eval((tmp_path / f"rank{rank}").read_text())
+        assert {name: found.get(name) for name in odd} == odd
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 3), (2, 1, 3)], ids=str)
+def test_hosts_with_different_numbers_of_ranks(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    """Hydra takes different names for different hosts. ``test_dist`` compares what it is told with what MPI sees."""
+    hosts = "abc"[: len(counts)]
+    (tmp_path / "hosts").write_text("".join(f"{host}:{count}\n" for host, count in zip(hosts, counts, strict=True)))
+    words = ["--hostfile", "hosts", "--env", "MASTER_ADDR=127.0.0.1", "--oversubscribe"]
+    words += ["--launcher", "hydra", "--launcher-args", "-launcher fork"]
+    show = ["sh", "-c", "echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE $NODE_RANK $GROUP_RANK $PMI_HOSTNAME"]
+    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    expected = [f"{rank} {local} {counts[node]} {node} {node}" for rank, (node, local) in enumerate(places)]
+    done = launch(tmp_path, *words, *show)
+    assert sorted(done.stdout.splitlines()) == [
+        f"{line} {hosts[node]}" for line, (node, _) in zip(expected, places, strict=True)
+    ]
+    assert sorted(launch(tmp_path, *words, "--elastic", *show).stdout.splitlines()) == expected
+    done = launch(tmp_path, *words, str(BIN / "python"), "-m", "wordrun.test_dist", timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert f"passed on {sum(counts)} ranks" in done.stdout + done.stderr
 
 
 def test_command_words_reach_ranks_unchanged(tmp_path: Path) -> None:

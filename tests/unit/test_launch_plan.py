@@ -134,6 +134,7 @@ def test_environment_of_two_ranks() -> None:
         "WORDRUN_LAUNCH_ID": "1-aa",
         "WORDRUN_RUN_ID": "20260102-030405-abcd",
         "WORDRUN_WORLD_SIZE": "2",
+        "WORDRUN_LAYOUT": "2",
         "WORDRUN_HOSTS": "box",
         "WORDRUN_LAUNCH_RECORD": "/home/u/outputs/launches/20260102-030405-abcd.json",
         "WORDRUN_STATUS_DIR": "/tmp/s",

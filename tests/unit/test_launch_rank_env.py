@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import RANK_ENV
 from wordrun.launch.schedulers import pbs
+from wordrun.slurm import compact_counts
 
 pytestmark = pytest.mark.unit
 
@@ -93,9 +95,11 @@ def test_discover_reads_the_same_variables_in_the_same_order() -> None:
             "RANK": family.rank,
             "WORLD_SIZE": "WORDRUN_WORLD_SIZE" if name == "pals" else family.size,  # PALS does not always set one
             "LOCAL_RANK": family.local_rank,
-            "rest" if name == "srun" else "LOCAL_WORLD_SIZE": family.local_size,  # srun's is counted from a list
+            "_counts" if name == "srun" else "LOCAL_WORLD_SIZE": family.local_size,  # srun's is counted from a list
             "NODE_RANK": family.node,
         }
+        if name in ("openmpi", "hydra"):
+            roles["_counts"] = "WORDRUN_LAYOUT"  # launch's own, where the launcher does not say which node this is
         expected = {role: variable for role, variable in roles.items() if variable not in ("", role)}
         assert dict(re.findall(r"(\w+)=\$\{(\w+)-\}", case)) == expected
 
@@ -105,6 +109,56 @@ def test_slurms_counts(node: str, size: str) -> None:
     env = {**FAMILIES["srun"][0], "SLURM_STEP_TASKS_PER_NODE": "4(x2),3,2(x3)", "SLURM_NODEID": node}
     run = rank_env({**env, "WORDRUN_LAUNCHER": "srun"}, "sh", "-c", "echo $LOCAL_WORLD_SIZE")
     assert run.stdout.strip() == size
+
+
+def layouts(launcher: str, counts: Sequence[int], hosts: Sequence[str]) -> Iterator[tuple[dict[str, str], str]]:
+    """Yield each rank's variables on hosts with these numbers of ranks, and what rank_env.sh has to make of them."""
+    launched = {
+        "WORDRUN_LAUNCHER": launcher, "WORDRUN_LAUNCH_ID": "1", "WORDRUN_WORLD_SIZE": str(sum(counts)),
+        "WORDRUN_LAYOUT": compact_counts(counts), **({"WORDRUN_HOSTS": ",".join(hosts)} if hosts else {}),
+    }  # fmt: skip
+    names = {
+        "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "openmpi": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+        "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "X"),
+        "pals": ("PALS_RANKID", "X", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    }[launcher]  # fmt: skip
+    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    for rank, (node, local) in enumerate(places):
+        values = map(str, (rank, sum(counts), local, counts[node]))
+        env = {**launched, **dict(zip(names, values, strict=True)), "PALS_NODEID": str(node), "SLURM_NODEID": str(node)}
+        env |= {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": compact_counts(counts)}
+        yield env, f"{rank} {sum(counts)} {local} {counts[node]} {node}"
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 3), (2, 1, 3), (3, 3, 1, 1, 1, 2), (4,)], ids=str)
+@pytest.mark.parametrize("launcher", ["hydra", "openmpi", "srun", "pals"])
+@pytest.mark.parametrize("named", [True, False], ids=["hosts", "too many hosts to name"])
+def test_the_node_is_the_hosts_place_in_the_list(launcher: str, counts: tuple[int, ...], named: bool) -> None:
+    """Also for hosts with different numbers of ranks; ``discover`` says the same."""
+    show = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $NODE_RANK" && env -0 >&2'
+    hosts = [f"h{node}" for node in range(len(counts))] if named else []
+    for env, expected in layouts(launcher, counts, hosts):
+        run = rank_env(env, "sh", "-c", show)
+        assert run.stdout.strip() == expected
+        world = discover(dict(line.split("=", 1) for line in run.stderr.split("\0") if line))
+        found = (world.rank, world.size, world.local_rank, world.local_size, world.node)
+        assert " ".join(map(str, found)) == expected
+        assert world.nodes == len(counts)
+        assert [world.node_of(rank) for rank in range(sum(counts))] == [
+            node for node, count in enumerate(counts) for _ in range(count)
+        ]
+
+
+def test_ranks_that_the_launcher_has_put_elsewhere() -> None:
+    """By --launcher-args: MPICH's Hydra names the host, and of Open MPI one rank per host says that this is unknown."""
+    where = {"WORDRUN_LAUNCHER": "hydra", "WORDRUN_LAYOUT": "2,1", "WORDRUN_HOSTS": "a,ab,b.c"}
+    rank = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    for node, host in enumerate(("a", "ab", "b.c")):
+        run = rank_env({**where, **rank, "PMI_HOSTNAME": host}, "sh", "-c", 'echo "$NODE_RANK$IFS."')
+        assert (run.stdout, run.stderr) == (f"{node} \t\n.\n", "")
+    unknown = rank_env({**where, **rank, "PMI_HOSTNAME": "c"}, "true")
+    assert "rank 1 is not where launch wanted it (2,1 ranks per host)" in unknown.stderr
 
 
 def test_adds_torchruns_names_and_changes_none() -> None:

@@ -228,7 +228,7 @@ def hosts_of(ranks: Sequence[int], by_rank: Mapping[int, Answer], world: World) 
     def host(rank: int) -> str:
         if rank in by_rank:
             return by_rank[rank].host
-        node = rank // world.local_size
+        node = world.node_of(rank)
         return world.hosts[node] if node < len(world.hosts) else f"node {node}"
 
     return list(dict.fromkeys(host(rank) for rank in ranks))

@@ -107,24 +107,26 @@ def verify(world: World) -> World:
     if world.in_step:
         # Its variables are complete. MPI's view is not: with --distribution=arbitrary, SLURM's pmi2 makes MPICH take
         # each rank for a node of its own.
-        _, hosts = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)
+        _, hosts, _ = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)
         if comm.size > 1:
             _make_progress(comm)
         return replace(world, hosts=hosts, source=f"{world.source}, verified by MPI")
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
-    node, hosts = _nodes(comm, shared, comm.rank)
+    node, hosts, counts = _nodes(comm, shared, comm.rank)
     if len(hosts) > 1:
         _make_progress(comm)
     return replace(
         world,
         rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size,
-        node=node, nodes=len(hosts), hosts=hosts, source=f"{world.source}, verified by MPI",
+        node=node, nodes=len(hosts), counts=counts, hosts=hosts, source=f"{world.source}, verified by MPI",
     )  # fmt: skip
 
 
-def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...]]:
-    """Return this node's number and the names of all nodes, which only one rank of each exchanges with others.
+def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...], tuple[int, ...]]:
+    """Return this node's number, and the names of all nodes and their numbers of ranks.
+
+    Only one rank of each node exchanges them with others.
 
     Args:
         comm: all ranks.
@@ -136,11 +138,11 @@ def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...]]:
     firsts = comm.Split(MPI.UNDEFINED if shared.rank else 0, key)
     found = None
     if shared.rank == 0:
-        found = firsts.rank, tuple(firsts.allgather(socket.gethostname()))
+        found = firsts.rank, *zip(*firsts.allgather((socket.gethostname(), shared.size)), strict=True)
         firsts.Free()
-    node, hosts = shared.bcast(found, root=0)
+    node, hosts, counts = shared.bcast(found, root=0)
     shared.Free()
-    return node, hosts
+    return node, hosts, counts
 
 
 def _make_progress(comm: Any) -> None:

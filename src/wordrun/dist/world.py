@@ -6,12 +6,14 @@ rank 0 of everything.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 from wordrun.errors import WorldError
@@ -34,6 +36,8 @@ class World:
     """Index of this node."""
     nodes: int = 1
     """Number of nodes."""
+    counts: tuple[int, ...] = ()
+    """Number of processes on each node; empty: not known."""
     hosts: tuple[str, ...] = ()
     """Names of the nodes in rank order, as far as known; at least this one's."""
     device: str = "cpu"
@@ -47,6 +51,16 @@ class World:
     def host(self) -> str:
         """Name of this node."""
         return self.hosts[self.node] if self.node < len(self.hosts) else socket.gethostname()
+
+    @property
+    def per_node(self) -> int:
+        """How many consecutive processes are sure to be on one node: the same number in each of them."""
+        return math.gcd(*self.counts) or self.local_size
+
+    def node_of(self, rank: int) -> int:
+        """Return the index of the node of another process."""
+        ends = accumulate(self.counts)
+        return next((node for node, end in enumerate(ends) if rank < end), rank // self.local_size)
 
     @property
     def in_step(self) -> bool:
@@ -262,17 +276,22 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
     rank = _number(family.rank, env)
     local_rank = _number(family.local_rank, env)
     node = _number(family.node, env) if env.get(family.node) else None
+    if node is None and env.get("WORDRUN_LAUNCHER") == family.launcher and LOCAL.present(env):
+        node = _number(LOCAL.node, env)  # found by rank_env.sh
     local_size = _local_size(family, env, node or 0)
     size, size_source = _size(family, env, local_size)
     hosts = tuple(env["WORDRUN_HOSTS"].split(",")) if env.get("WORDRUN_HOSTS") else ()
     if node is None:
         # This launcher does not set it. Correct for ranks laid out in even blocks; otherwise MPI corrects it.
         node = (rank - local_rank) // local_size
-    nodes = len(hosts) or max(node + 1, -(-size // local_size))
-    if family.in_steps and not hosts:  # nodes may hold different numbers of tasks
-        nodes = len(expand_counts(env[family.local_size], family.local_size))
+    listed = family.local_size if family.in_steps else "WORDRUN_LAYOUT"
+    counts = tuple(expand_counts(env[listed], listed)) if env.get(listed) else ()
+    counts = counts if sum(counts) == size else ()
+    nodes = len(hosts) or len(counts) or max(node + 1, -(-size // local_size))
+    if not family.node:  # so MPI knows where --launcher-args may have put the ranks
+        node = min(node, nodes - 1)
     world = World(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes,
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes, counts=counts,
         hosts=hosts or ((socket.gethostname(),) if nodes == 1 else ()),
         launcher=family.launcher, source=f"{family.rank}, {size_source}, {family.local_rank}",
     )  # fmt: skip

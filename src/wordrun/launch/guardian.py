@@ -191,6 +191,7 @@ def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> di
     own = {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": used[node],
         "NODE_RANK": node, "GROUP_RANK": node, "ROLE_RANK": rank, "WORDRUN_LAUNCHER": "local",
+        "WORDRUN_LAYOUT": slurm.compact_counts(used),
         "WORDRUN_GENERATION": message["generation"], "TORCHELASTIC_RESTART_COUNT": message["generation"],
         "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"], "MASTER_PORT": message["port"],
     }  # fmt: skip
@@ -233,11 +234,12 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
             os.dup2(os.open(pipe, os.O_WRONLY), sink)
     if rank or os.isatty(0):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.clear()
-    os.environ.update(env)
+    for name in {*os.environ} - {*env}:
+        del os.environ[name]
+    os.environ.update((name, value) for name, value in env.items() if name)  # Python cannot set one without a name
     command = setup["command"]
     if not setup["fork"]:
-        os.execvpe(command[0], command, env)
+        os.execvp(command[0], command)
     sys.meta_path.insert(0, _MpiNotice(guardian))
     if "numpy" in sys.modules:  # forked processes would all draw the same numbers
         sys.modules["numpy"].random.seed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import time
@@ -106,7 +107,8 @@ class Nodes:
             if now > due and node not in self.ready and node not in self.launchers and self._start is not None:
                 self._tries[node] = now + pause, min(2 * pause, LONGEST_PAUSE_S)
                 with contextlib.suppress(OSError):
-                    self.launchers[node] = self._start(guardian_again(self.plan, node), f"{contact} {node}")
+                    plan = guardian_again(self.plan, node, os.environ)
+                    self.launchers[node] = self._start(plan, f"{contact} {node}")
 
     def notice(self, ended: Collection[int]) -> None:
         """Forget the launchers whose process IDs are in ``ended``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +15,13 @@ from wordrun.launch.request import LONGEST, Decided, Options, Ranks, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, fill
 from wordrun.launch.wire import VARIABLE
+from wordrun.slurm import compact_counts
 
 # Variables that an outer launch sets for its ranks; each launcher lists its own in ``stale``.
 OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
-    "WORDRUN_WORLD_SIZE", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR", "WORDRUN_TERMINAL",
-    "WORDRUN_PTY", "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS",
+    "WORDRUN_WORLD_SIZE", "WORDRUN_LAYOUT", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR",
+    "WORDRUN_TERMINAL", "WORDRUN_PTY", "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS",
     "WORDRUN_DEVICES", VARIABLE,
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
@@ -33,6 +35,12 @@ FOR_RANKS = (
 Setting = tuple[str, str]
 # Contains the sitecustomize.py of --hang.
 SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dist", "site")
+# Variables that rank_env.sh cannot pass on: dash drops those whose names are no identifiers, such as bash's exported
+# functions, and shells set those at the end themselves.
+NOT_BY_SHELLS = re.compile(
+    r"(?![A-Za-z_][A-Za-z0-9_]*\Z).*|BASH(?!_ENV$)\w*|COMP_WORDBREAKS|EPOCH(SECONDS|REALTIME)|HISTCMD|IFS|LINENO"
+    r"|OPT(IND|ARG|ERR)|POSIXLY_CORRECT|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS", re.DOTALL,
+)  # fmt: skip
 # Which network UCX and libfabric's providers for TCP use.
 FOR_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 
@@ -72,9 +80,11 @@ def build(
     env_set, reasons = environment(request, launcher, env, launcher.variables(starts))
     if options.elastic:
         env_set.pop("WORDRUN_STATUS_DIR", "")  # guardians report over a connection
+        env_set.pop("WORDRUN_LAYOUT")  # rank_env.sh starts one guardian per host
         env_set[VARIABLE] = ""  # known when launch listens
     request, starts = (replace(each, env=env_set, exported=tuple(exported)) for each in (request, starts))
-    argv = launcher.argv(starts)
+    kept = {name: value for name, value in env.items() if name not in unset}
+    argv = launcher.argv(_past_the_shell(starts, launcher, {**kept, **env_set}))
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
@@ -95,13 +105,22 @@ def _guarded(request: Request, launcher: Launcher) -> Request:
     return replace(request, options=options, ranks=Ranks((1,) * len(request.guarded), "a guardian per node"))
 
 
-def guardian_again(plan: LaunchPlan, node: int) -> LaunchPlan:
-    """Return the plan for another guardian on a host on which the first one has been lost."""
+def _past_the_shell(request: Request, launcher: Launcher, env: Mapping[str, str]) -> Request:
+    """Return the request with a command that sets those variables of ``env`` that the shell does not pass on."""
+    lost = [f"{name}={value}" for name, value in env.items() if NOT_BY_SHELLS.fullmatch(name)]
+    if not lost or not launcher.in_between:
+        return request
+    command = ("/usr/bin/env", "--", *lost, *request.options.command)
+    return replace(request, options=replace(request.options, command=command))
+
+
+def guardian_again(plan: LaunchPlan, node: int, env: Mapping[str, str]) -> LaunchPlan:
+    """Return the plan, from ``env``, for another guardian on a host on which the first one has been lost."""
     name = f"{plan.decided.name or plan.decided.run.run_id}-{node}"
     options = replace(plan.options, launcher_args=(*plan.launcher.single, *plan.options.launcher_args), spare_nodes=0)
     alone = replace(plan.job.only([node]), partial=True)
     one = replace(plan, job=alone, options=options, ranks=Ranks((1,), ""), decided=replace(plan.decided, name=name))
-    starts = _guarded(one, plan.launcher)
+    starts = _past_the_shell(_guarded(one, plan.launcher), plan.launcher, plan.environment(env))
     argv = plan.launcher.argv(starts)
     return replace(one, argv=argv, files={starts.hosts_file: plan.launcher.hosts_text(starts)})
 
@@ -158,6 +177,7 @@ def _meeting(request: Request) -> dict[str, Setting]:
         "WORDRUN_LAUNCH_ID": (decided.launch_id, ""),
         "WORDRUN_RUN_ID": (decided.run.run_id, decided.run.why),
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
+        "WORDRUN_LAYOUT": (compact_counts(ranks.layout), ""),
         "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
         # Ranks that see no device then do not train on CPUs unnoticed.
         **({"WORDRUN_DEVICES": (counted, "")} if request.devices else {}),

@@ -8,6 +8,7 @@
 
 [ -z "${WORDRUN_IGNORE_USR1-}" ] || trap '' USR1
 
+_counts=
 case ${WORDRUN_LAUNCHER-} in
   torchrun) # sets the other four itself
     NODE_RANK=${GROUP_RANK-}
@@ -15,15 +16,7 @@ case ${WORDRUN_LAUNCHER-} in
   srun)
     RANK=${SLURM_PROCID-} WORLD_SIZE=${SLURM_STEP_NUM_TASKS-}
     LOCAL_RANK=${SLURM_LOCALID-} NODE_RANK=${SLURM_NODEID-} LOCAL_WORLD_SIZE=
-    # "4(x2),3" stands for 4, 4 and 3 tasks per node.
-    node=0 rest=${SLURM_STEP_TASKS_PER_NODE-},
-    while [ -n "$rest" ] && [ -n "$NODE_RANK" ]; do
-      item=${rest%%,*} rest=${rest#*,} times=1
-      case $item in *"(x"*) times=${item#*"(x"} times=${times%")"} ;; esac
-      node=$((node + times)) LOCAL_WORLD_SIZE=${item%%"("*}
-      [ "$NODE_RANK" -lt "$node" ] && break
-    done
-    unset node rest item times
+    _counts=${SLURM_STEP_TASKS_PER_NODE-}
     ;;
   pals) # sets no world size
     RANK=${PALS_RANKID-} WORLD_SIZE=${WORDRUN_WORLD_SIZE-}
@@ -32,10 +25,21 @@ case ${WORDRUN_LAUNCHER-} in
   openmpi)
     RANK=${OMPI_COMM_WORLD_RANK-} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE-}
     LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK-} LOCAL_WORLD_SIZE=${OMPI_COMM_WORLD_LOCAL_SIZE-} NODE_RANK=
+    _counts=${WORDRUN_LAYOUT-}
     ;;
   hydra)
     RANK=${PMI_RANK-} WORLD_SIZE=${PMI_SIZE-}
     LOCAL_RANK=${MPI_LOCALRANKID-} LOCAL_WORLD_SIZE=${MPI_LOCALNRANKS-} NODE_RANK=
+    _counts=${WORDRUN_LAYOUT-} _hosts=,${WORDRUN_HOSTS-},
+    case $_hosts in
+      *",${PMI_HOSTNAME:-.},"*) # MPICH's names the host, wherever --launcher-args may have placed the rank
+        _hosts=${_hosts%%",$PMI_HOSTNAME,"*} IFS=,
+        count() { NODE_RANK=$#; }
+        # shellcheck disable=SC2086 # a word for each host before this one
+        count ${_hosts#,}
+        unset IFS
+        ;;
+    esac
     ;;
   *)
     echo "launch: rank_env.sh does not know the launcher '${WORDRUN_LAUNCHER-}' (WORDRUN_LAUNCHER)" >&2
@@ -43,13 +47,34 @@ case ${WORDRUN_LAUNCHER-} in
     ;;
 esac
 
+# Ranks are numbered from node to node, and "4(x2),3" stands for 4, 4 and 3 of them. srun says only which node this is,
+# and other launchers only how many ranks it has.
+_node=0 _first=0 _rest=${_counts:+$_counts,} _count=
+while [ -n "$_rest" ] && [ -n "$RANK" ]; do
+  _count=${_rest%%,*} _rest=${_rest#*,} _times=1
+  case $_count in *"(x"*) _times=${_count#*"(x"} _times=${_times%")"} _count=${_count%%"("*} ;; esac
+  _at=$(((RANK - _first) / _count))
+  [ -z "$NODE_RANK" ] || _at=$((NODE_RANK - _node))
+  [ "$_at" -ge "$_times" ] || break
+  _node=$((_node + _times)) _first=$((_first + _times * _count)) _count=
+done
+if [ -n "$_count" ] && [ -z "$LOCAL_WORLD_SIZE" ]; then
+  LOCAL_WORLD_SIZE=$_count
+elif [ -n "$_count" ] && [ -z "$NODE_RANK" ] && [ "$LOCAL_WORLD_SIZE $LOCAL_RANK" = "$_count $(((RANK - _first) % _count))" ]; then
+  NODE_RANK=$((_node + _at))
+fi
+
 if [ -z "${RANK-}" ] || [ -z "${WORLD_SIZE-}" ] || [ -z "${LOCAL_RANK-}" ] || [ -z "${LOCAL_WORLD_SIZE-}" ]; then
   echo "launch: $WORDRUN_LAUNCHER does not say which rank this is: RANK='${RANK-}' WORLD_SIZE='${WORLD_SIZE-}'" \
     "LOCAL_RANK='${LOCAL_RANK-}' LOCAL_WORLD_SIZE='${LOCAL_WORLD_SIZE-}'. Is another launcher of that name in PATH?" >&2
   exit 2
 fi
-# If the launcher does not set it: correct for ranks laid out in even blocks.
-[ -n "$NODE_RANK" ] || NODE_RANK=$(((RANK - LOCAL_RANK) / LOCAL_WORLD_SIZE))
+if [ -z "$NODE_RANK" ]; then # correct for ranks laid out in even blocks
+  NODE_RANK=$(((RANK - LOCAL_RANK) / LOCAL_WORLD_SIZE))
+  [ -z "$_counts" ] || [ "$LOCAL_RANK" != 0 ] || echo "launch: rank $RANK is not where launch wanted it ($_counts ranks" \
+    "per host), perhaps by --launcher-args, so its NODE_RANK=$NODE_RANK and those of others may be wrong" >&2
+fi
+unset _counts _hosts _node _first _rest _count _times _at
 export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 # Others of torchrun's that scripts read; not TORCHELASTIC_RUN_ID, by which torch recognizes torchrun's own ranks.
 export GROUP_RANK="$NODE_RANK" ROLE_RANK="${ROLE_RANK:-$RANK}"

@@ -77,7 +77,7 @@ def refuse_before_torch(cfg: Config, world: World) -> None:
     memory = cgroup.memory()
     if memory is None or needs_torch(cfg.model) or not _runs_on_cpu(cfg):
         return
-    at = layout(cfg.backend, world.size, world.local_size)
+    at = layout(cfg.backend, world.size, world.per_node)
     cfg = replace(cfg, train=replace(cfg.train, dtype=least_dtype(cfg.train.dtype)))
     model = shapes_of(cfg.model, cfg.tokenizer.known_vocab_size or 1)
     fit = within_budget(Fit(cfg, model, at, world.local_size, on_cpu=True))

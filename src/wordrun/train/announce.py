@@ -56,7 +56,7 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
         cfg.model.batch_size, accumulation(cfg, dp),
         "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
     )  # fmt: skip
-    if warning := spread_context(cfg, trainer.layout, world.local_size, trainer.task.shapes):
+    if warning := spread_context(cfg, trainer.layout, world.per_node, trainer.task.shapes):
         LOGGER.warning(warning)
     if "lr_range" not in cfg.hooks and (hint := unfinished_warmup(cfg.optimizer, cfg.train.max_iters)):
         LOGGER.info(hint)  # not a warning: such runs are mostly trials

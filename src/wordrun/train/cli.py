@@ -157,7 +157,7 @@ def _tree(args: Namespace) -> Tree:
 
 def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None]:
     try:
-        cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.local_size)
+        cfg = compose(args.overrides, tree=_tree(args), ranks=world.size, per_node=world.per_node)
         if cfg.data.kind == "file":
             from wordrun.prepare.sources import locate
 

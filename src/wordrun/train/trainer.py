@@ -115,7 +115,7 @@ class Trainer(Training):
         if self.in_memory is not None:
             closers.callback(self.in_memory.close)
         self.start = resume.find(cfg, world, self.in_memory)
-        self.layout = check(cfg, world.size, world.local_size)
+        self.layout = check(cfg, world.size, world.per_node)
         watch.mark(layout=self.layout)
         self.gas = accumulation(cfg, self.layout.dp)
         stored = self.start.manifest.get("dtype") if cfg.train.dtype == "auto" else None

@@ -91,7 +91,7 @@ def hindrance(trainer: Training) -> str:
         return f"train.backend={trainer.cfg.train.backend} has its own engine"
     try:
         train = replace(trainer.cfg.train, compile=True)
-        check(replace(trainer.cfg, train=train), trainer.world.size, trainer.world.local_size)
+        check(replace(trainer.cfg, train=train), trainer.world.size, trainer.world.per_node)
     except ConfigError as error:
         return first_line(error)
     on_cpu = trainer.backend.device.type == "cpu"
