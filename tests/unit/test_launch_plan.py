@@ -20,7 +20,7 @@ import pytest
 from wordrun.errors import ConfigError
 from wordrun.launch import record, run
 from wordrun.launch.address import free_port, is_free, unresolved
-from wordrun.launch.job import Job, count_cores, count_devices, local_host
+from wordrun.launch.job import Job, LocalHost, count_cores, count_devices, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
 from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
@@ -188,10 +188,44 @@ def test_threads(cores: int, ranks: int, expected: str) -> None:
 
 
 def test_threads_that_were_exported_are_kept() -> None:
-    assert threads(4, "none", {"OMP_NUM_THREADS": "9", "NCPUS": "9"})[0] is None
-    assert threads(4, "pbs", {"OMP_NUM_THREADS": "9", "NCPUS": "64"})[0] is None
+    in_pbs = replace(LAPTOP, scheduler="pbs")
+    assert threads(4, LAPTOP, {"OMP_NUM_THREADS": "9", "NCPUS": "9"})[0] is None
+    assert threads(4, in_pbs, {"OMP_NUM_THREADS": "9", "NCPUS": "64"})[0] is None
     # PBS exports all threads of the node as both.
-    assert threads(4, "pbs", {"OMP_NUM_THREADS": "64", "NCPUS": "64"})[0] == "4"
+    assert threads(4, in_pbs, {"OMP_NUM_THREADS": "64", "NCPUS": "64"})[0] == "4"
+
+
+GRANTS: list[tuple[dict[str, str], int, int, int | None, str]] = [
+    # Variables of the job, cores by affinity or cgroup, ranks, OMP_NUM_THREADS (None: as exported), and what decides.
+    ({"PBS_JOBID": "1", "NCPUS": "1", "OMP_NUM_THREADS": "1"}, 8, 1, 1, "NCPUS"),
+    ({"PBS_JOBID": "1", "NCPUS": "6", "OMP_NUM_THREADS": "6"}, 8, 2, 3, "NCPUS"),
+    ({"PBS_JOBID": "1", "NCPUS": "6"}, 4, 2, 2, "affinity"),
+    ({"PBS_JOBID": "1", "NCPUS": "8", "OMP_NUM_THREADS": "3"}, 8, 1, None, "exported"),  # by the user, or ompthreads=3
+    ({"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "2"}, 8, 1, 2, "SLURM_JOB_CPUS_PER_NODE"),
+    ({"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "8", "SLURM_CPUS_ON_NODE": "2"}, 8, 1, 2, "SLURM_CPUS_ON_NODE"),
+    (
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_CPUS_PER_TASK": "3", "SLURM_TASKS_PER_NODE": "2"},
+        8, 2, 3, "SLURM_CPUS_PER_TASK",
+    ),
+    (
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "4"},
+        8, 1, 8, "",  # one rank in the place of four tasks
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "cores", "ranks", "threads", "why"), GRANTS)
+@pytest.mark.parametrize("inside", [False, True], ids=["the job's", "--scheduler none"])
+def test_threads_are_bounded_by_what_the_scheduler_granted(
+    tmp_path: Path, env: dict[str, str], cores: int, ranks: int, threads: int | None, why: str, inside: bool
+) -> None:
+    (tmp_path / "nodes").write_text("box\n")
+    env = {**env, "PBS_NODEFILE": str(tmp_path / "nodes"), "SLURM_JOB_NODELIST": "box", "PATH": ""}
+    host = LocalHost("box", cores, "the CPU affinity of this process", 0, "none")
+    found = plan("hydra", job=find_job("none" if inside else None, env, host), np=ranks, env=env)
+    if not inside or why != "SLURM_JOB_CPUS_PER_NODE":  # which may be those of other hosts
+        assert found.env.get("OMP_NUM_THREADS") == (str(threads) if threads else None)
+        assert why in found.reasons["OMP_NUM_THREADS"]
 
 
 def test_stale_variables_are_removed() -> None:

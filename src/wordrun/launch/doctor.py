@@ -246,7 +246,7 @@ def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     least = min(rank["cores"] for rank in ranks)
-    have = min(plan.job.cores[: len(plan.hosts)]) // plan.ranks.ppn
+    have = min(plan.job.threads[: len(plan.hosts)]) // plan.ranks.ppn
     wrong = f"each rank is limited to 1 core, although {have} per rank are available" if least == 1 < have else ""
     remedy = ": ".join(filter(None, (plan.launcher.cores_remedy, "see the launcher's arguments in launch --dry-run")))
     ok = f"{least}, shared by {plan.ranks.ppn} ranks" if least > have else f"{least} per rank"

@@ -93,6 +93,8 @@ class Job:
     id: str = ""
     inside: str = ""
     """If only this machine is used, the scheduler whose job it is part of."""
+    granted: tuple[int, ...] = ()
+    """How many threads all ranks on each host may have together; empty: as many as ``cores``."""
     hostfile: str = ""
     """A file with exactly these hosts, one per line."""
     partial: bool = False
@@ -108,6 +110,11 @@ class Job:
     """Messages to show before ranks start."""
 
     @property
+    def threads(self) -> tuple[int, ...]:
+        """How many threads all ranks on each host may have together."""
+        return self.granted or self.cores
+
+    @property
     def is_local(self) -> bool:
         """Whether this is just this machine rather than a scheduler's job."""
         return self.scheduler == "none"
@@ -117,11 +124,18 @@ class Job:
         """The job's name in messages."""
         return "this machine" if self.is_local else f"{self.scheduler.upper()} job {self.id}"
 
+    def bounded(self, cores: tuple[int, ...], why: str) -> Job:
+        """Return this job with at most so many threads on each host, because of ``why``."""
+        if all(most <= bound for most, bound in zip(self.threads, cores, strict=True)):
+            return self
+        return replace(self, granted=tuple(map(min, self.threads, cores)), reasons={**self.reasons, "threads": why})
+
     def only(self, indices: list[int]) -> Job:
         """Return this job with only the hosts at ``indices``, in that order."""
         return replace(
             self, hosts=tuple(self.hosts[i] for i in indices), cores=tuple(self.cores[i] for i in indices),
             devices=tuple(self.devices[i] for i in indices), slots=tuple(self.slots[i] for i in indices), hostfile="",
+            granted=tuple(self.granted[i] for i in indices if self.granted),
         )  # fmt: skip
 
 

@@ -130,13 +130,14 @@ def is_stale(name: str) -> bool:
     return name in STALE or name.startswith(STALE_PREFIXES)
 
 
-def threads(cores: int, scheduler: str, env: Mapping[str, str]) -> tuple[str | None, str]:
+def threads(cores: int, job: Job, env: Mapping[str, str]) -> tuple[str | None, str]:
     """Return OMP_NUM_THREADS for a rank with ``cores`` cores (None: leave it unchanged), and why."""
-    given = env.get("OMP_NUM_THREADS")
+    given, scheduler = env.get("OMP_NUM_THREADS"), job.inside or job.scheduler
+    why = f"cores per rank; a host has {min(job.threads)}: {job.reasons.get('threads') or job.reasons.get('cores', '')}"
     if given is None:
-        return str(cores), "cores per rank"
+        return str(cores), why
     if SCHEDULERS[scheduler].has_set("OMP_NUM_THREADS", env):
-        return str(cores), f"cores per rank, instead of {scheduler.upper()}'s {given}"
+        return str(cores), f"{why}, instead of {scheduler.upper()}'s {given}"
     return None, f"kept: OMP_NUM_THREADS={given} was exported"
 
 
@@ -146,7 +147,7 @@ def environment(
     """Return the variables to set for every rank, with ``of_launcher``, and the reasons for their values."""
     site, reasons = request.site, {}
     settings = {**_meeting(request), **of_launcher, **dict(_convenience(request, launcher, env))}
-    omp, reasons["OMP_NUM_THREADS"] = threads(launcher.cores_per_rank(request), request.job.scheduler, env)
+    omp, reasons["OMP_NUM_THREADS"] = threads(launcher.cores_per_rank(request), request.job, env)
     if omp:
         settings["OMP_NUM_THREADS"] = omp, reasons["OMP_NUM_THREADS"]
     if request.job.scheduler == site.scheduler:

@@ -76,7 +76,8 @@ def find(options: LauncherOptions) -> list[Placement]:
         job, _, ranks = look_around(parse([*options.launch(), "--", "wordrun"]))
     except ConfigError as error:
         raise ConfigError(f"a point of this sweep does not fit: {error}") from None
-    by_user = "OMP_NUM_THREADS" in os.environ and not SCHEDULERS[job.scheduler].has_set("OMP_NUM_THREADS", os.environ)
+    scheduler = SCHEDULERS[job.inside or job.scheduler]
+    by_user = "OMP_NUM_THREADS" in os.environ and not scheduler.has_set("OMP_NUM_THREADS", os.environ)
     return divide(options, job, ranks, threads_given=by_user)
 
 
@@ -130,7 +131,7 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
     if most:
         wanted = -(-most // len(hosts))
         parts = wanted if job.is_local and not any(job.devices) else min(parts, wanted)
-    threads = None if threads_given or parts == 1 else max(1, min(job.cores) // parts // ranks.np)
+    threads = None if threads_given or parts == 1 else max(1, min(job.threads) // parts // ranks.np)
     pairs = [(part, host) for part in range(parts) for host in hosts]
     return [
         Placement(

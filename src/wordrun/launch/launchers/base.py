@@ -143,8 +143,8 @@ class Launcher:
         return "".join(self.host_line.format(host=host, ranks=ranks) for host, ranks in pairs)
 
     def cores_per_rank(self, request: Request) -> int:
-        """Return the cores per rank, on the host with the fewest."""
-        pairs = zip(request.job.cores, request.ranks.layout, strict=False)
+        """Return the cores per rank, on the host with the fewest for each."""
+        pairs = zip(request.job.threads, request.ranks.layout, strict=False)
         return max(1, min(cores // ranks for cores, ranks in pairs))
 
     def keeps_terminal(self) -> bool:

@@ -41,6 +41,9 @@ def find_job(
             f"--scheduler {scheduler.name}: {scheduler.variable} is not set, so this is not one of its jobs"
         )
     job = scheduler.read(env, host, site)
+    for name in found:
+        for cores, why in SCHEDULERS[name].granted(env, host, job.hosts):
+            job = job.bounded(cores, why)
     if job.is_local:
         why = "--scheduler none" if wanted else "this machine"
         job = replace(job, inside=next(iter(found), ""), reasons={**job.reasons, "scheduler": why})

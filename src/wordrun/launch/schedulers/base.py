@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from wordrun.launch.job import Job, LocalHost
@@ -16,6 +16,8 @@ NO_HOSTS = (
     "launch in the job's own shell, or name the hosts with --hostfile FILE "
     "(--scheduler none starts ranks on this machine alone)"
 )
+# A number for each host, and its source.
+Grant = tuple[tuple[int, ...], str]
 
 
 class Scheduler:
@@ -64,6 +66,10 @@ class Scheduler:
             ConfigError: a variable or file of the job is missing or cannot be parsed.
         """
         raise NotImplementedError
+
+    def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
+        """Yield the cores that its job may use on each of ``hosts``, by everything that counts them."""
+        yield from ()
 
     def has_set(self, name: str, env: Mapping[str, str]) -> bool:
         """Return whether the value of ``name`` in ``env`` is the scheduler's rather than the user's."""

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
 from wordrun.launch.request import Options, seconds
-from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.schedulers.base import (
+    NO_HOSTS,
+    Grant,
+    Scheduler,
+    default_slots,
+    devices_of,
+    node_count,
+    ranks_of_node,
+)  # fmt: skip
 from wordrun.launch.site import Site
 
 # Variables that a launcher in a PBS job sets for its ranks.
@@ -65,6 +74,12 @@ class PBS(Scheduler):
                 "job": "PBS_JOBID", "queue": "PBS_QUEUE",
             },
         )  # fmt: skip
+
+    def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
+        """Yield NCPUS for all hosts, though PBS counts only the CPUs of the first chunk, and this host's own cores."""
+        if env.get("NCPUS", "").isdigit() and int(env["NCPUS"]):
+            yield (int(env["NCPUS"]),) * len(hosts), "NCPUS"
+        yield tuple(host.cores if short(each) == short(host.name) else sys.maxsize for each in hosts), host.cores_why
 
     def read_end(self, text: str) -> float:
         """Return the start of the job plus its walltime."""

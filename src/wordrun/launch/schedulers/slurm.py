@@ -6,15 +6,23 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from wordrun.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.request import Options
-from wordrun.launch.schedulers.base import NO_HOSTS, Scheduler, default_slots, devices_of, node_count, ranks_of_node
+from wordrun.launch.schedulers.base import (
+    NO_HOSTS,
+    Grant,
+    Scheduler,
+    default_slots,
+    devices_of,
+    node_count,
+    ranks_of_node,
+)  # fmt: skip
 from wordrun.launch.site import Site, fill
-from wordrun.slurm import expand_counts, expand_hosts, is_task
+from wordrun.slurm import cores_on_node, expand_counts, expand_hosts, is_task
 
 
 class Slurm(Scheduler):
@@ -72,6 +80,18 @@ class Slurm(Scheduler):
             },
             notes=tuple(notes),
         )  # fmt: skip
+
+    def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
+        """Yield the cores of a single host, and those of each host's tasks, which are fewer in a job with --exclusive.
+
+        The affinity of this process is not that of the ranks.
+        """
+        tasks, each = env.get("SLURM_TASKS_PER_NODE", ""), env.get("SLURM_CPUS_PER_TASK", "")
+        if len(hosts) == 1 and (cores := cores_on_node(env)):
+            yield (cores,), "SLURM_CPUS_ON_NODE"
+        counts = expand_counts(tasks, "SLURM_TASKS_PER_NODE") if tasks and each.isdigit() else []
+        if len(counts) == len(hosts):
+            yield tuple(int(each) * count for count in counts), "SLURM_CPUS_PER_TASK"
 
     def read_end(self, text: str) -> float:
         """Return the end time that squeue prints."""
