@@ -302,6 +302,57 @@ def test_exit_status_is_the_failing_ranks(tmp_path: Path, words: list[str], comm
         assert re.search(r"^launch: rank [12] (ended with|was killed by)", run.stderr, re.MULTILINE)
 
 
+# Rank 1 ends while the others wait for it in a collective.
+ENDS = """
+import sys, threading
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    {}
+MPI.COMM_WORLD.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ("raise RuntimeError('my mistake')", 1, "RuntimeError: my mistake"),
+        ("sys.exit(3)", 3, "rank 1 ended with exit status 3"),
+        ("t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); sys.exit(4)", 4, "ZeroDivisionError"),
+    ],
+)
+def test_a_rank_that_fails_does_not_wait_in_mpi_finalize(tmp_path: Path, how: str, status: int, says: str) -> None:
+    done = launch(tmp_path, "-n", "2", "--launcher", "hydra", sys.executable, "-c", ENDS.format(how), timeout=30)
+    assert (done.returncode, says in done.stderr) == (status, True), done.stderr
+
+
+EARLY = """
+import time
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+comm.barrier()
+if comm.rank == 0:
+    for number in range(100):
+        comm.Send(bytearray([number]) * 2000, dest=1)
+else:
+    time.sleep(1)
+    for number in range(100):
+        comm.Recv(found := bytearray(2000), source=0)
+        assert found == bytearray([number]) * 2000
+    print("all has arrived")
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--hostfile", "hosts", "--launcher-args", "-launcher fork")], ids=["one", "two"]
+)
+def test_what_a_rank_has_sent_arrives_after_its_end(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """On one host and on two, which communicate by a network: nobody kills those that have not ended yet."""
+    (tmp_path / "hosts").write_text("a:1\nb:1\n")
+    words = ("--launcher", "hydra", "--env", "MASTER_ADDR=127.0.0.1", *words)
+    done = launch(tmp_path, "-n", "2", *words, sys.executable, "-c", EARLY, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "all has arrived\n"), done.stderr
+
+
 @pytest.mark.parametrize(("how", "status"), [("os._exit(3)", 3), ("MPI.COMM_WORLD.Abort(5)", 5)])
 def test_rank_lost_inside_mpi(tmp_path: Path, how: str, status: int) -> None:
     """Hydra kills the other ranks itself and then returns 9, or 9 | 3; launch reports the first failure."""

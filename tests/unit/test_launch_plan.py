@@ -145,6 +145,8 @@ def test_environment_of_two_ranks() -> None:
         "FI_TCP_IFACE": "lo",
         "FI_SOCKETS_IFACE": "lo",
         "HYDRA_IFACE": "lo",
+        "MPIR_CVAR_NO_COLLECTIVE_FINALIZE": "1",
+        "OMPI_MCA_async_mpi_finalize": "1",
         "ACCELERATE_USE_CPU": "true",
     }
 

@@ -41,6 +41,10 @@ NOT_BY_SHELLS = re.compile(
     r"(?![A-Za-z_][A-Za-z0-9_]*\Z).*|BASH(?!_ENV$)\w*|COMP_WORDBREAKS|EPOCH(SECONDS|REALTIME)|HISTCMD|IFS|LINENO"
     r"|OPT(IND|ARG|ERR)|POSIXLY_CORRECT|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS", re.DOTALL,
 )  # fmt: skip
+# With these, MPI_Finalize of MPICH and its kin, and of Open MPI, does not wait for the other ranks. mpi4py calls it at
+# a program's end also after an exception, while the others wait in a collective. (Without any MPI_Finalize, as by
+# MPI4PY_RC_FINALIZE=0, Hydra and Open MPI would kill all ranks that have not ended when the first one ends.)
+FINALIZE = {"MPIR_CVAR_NO_COLLECTIVE_FINALIZE": "1", "OMPI_MCA_async_mpi_finalize": "1"}
 # Which network UCX and libfabric's providers for TCP use.
 FOR_MPICH = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE")
 
@@ -207,6 +211,9 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         for name in networks:
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")
+    if request.ranks.np > 1 and launcher.in_between:
+        for name in (name for name in FINALIZE if name not in env):
+            yield name, (FINALIZE[name], "a rank that fails ends, rather than wait for the others in MPI_Finalize")
     if request.ranks.np > 1 and not request.devices and "ACCELERATE_USE_CPU" not in env:
         yield (
             "ACCELERATE_USE_CPU",
