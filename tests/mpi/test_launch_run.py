@@ -230,6 +230,40 @@ def test_plain_ddp_runs_unmodified(tmp_path: Path, words: Sequence[str]) -> None
     assert "never connected" not in run.stderr
 
 
+SIZE = "sh -c 'sleep 0.2; echo $RANK $(wc -c)'"
+ELSEWHERE = "--launcher hydra --hostfile hosts --env MASTER_ADDR=127.0.0.1 --launcher-args '-launcher fork'"
+
+
+@pytest.mark.parametrize("by", ["--launcher hydra", "--launcher torchrun", "--elastic", ELSEWHERE])
+def test_rank_0_has_all_of_stdin_and_the_others_have_none(tmp_path: Path, by: str) -> None:
+    """At any size and speed, from pipes, files and nothing; whoever reads on after launch begins where it should."""
+    (tmp_path / "hosts").write_text("a:1\nb:1\n")
+    (tmp_path / "file").write_text("line 1\nline 2\n")
+    run = f"{LAUNCH} -n 2 {by}"
+    cases = {
+        f"head -c 20000000 /dev/zero | {run} {SIZE}": ["0 20000000", "1 0"],
+        f"(echo 1; sleep 0.7; printf 2) | {run} {SIZE}": ["0 3", "1 0"],
+        f"{run} {SIZE} < file": ["0 14", "1 0"],
+        f"(read x; {run} {SIZE}) < file": ["0 7", "1 0"],
+        f"{run} {SIZE} < /dev/null": ["0 0", "1 0"],
+        f"{run} {SIZE} <&-": ["0 0", "1 0"],
+        f"yes | {run} head -c 2": ["y"],
+        f"yes | {run} sh -c 'exec <&-; sleep 0.3; exit 3'; echo $?": ["3"],
+    }
+    for line, expected in [*cases.items()][: 3 if "torchrun" in by else None]:  # which is slow
+        env = {**environment(tmp_path), "PATH": f"{BIN}:/usr/bin:/bin"}
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert sorted(done.stdout.splitlines()) == expected, (line, done.stderr)
+
+
+def test_ranks_that_are_relaunched_read_a_file_from_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("line 1\nline 2\n")
+    words = ["--retries", "1", "sh", "-c", "cat; [ -e again ] || { touch again; kill -9 $$; }"]
+    with (tmp_path / "file").open() as file:
+        done = launch(tmp_path, "-n", "1", "--launcher", "hydra", *words, stdin=file)
+    assert (done.returncode, done.stdout) == (0, "line 1\nline 2\n" * 2), done.stderr
+
+
 @pytest.mark.parametrize("by", ["--launcher hydra", "--launcher torchrun", "--elastic", "--elastic --hang 99"])
 def test_every_variable_reaches_the_ranks(tmp_path: Path, by: str) -> None:
     """Also those that dash drops, and those that a shell or rank_env.sh has itself."""

@@ -91,6 +91,51 @@ def test_ranks_are_where_a_hostfile_and_uneven_numbers_put_them(cluster: Cluster
     assert lines == sorted(listed + spread)
 
 
+SHOW = """
+import os, sys
+size = len(sys.stdin.buffer.read())
+print(os.environ["RANK"], size, os.environ.get("a.b"), os.environ.get("BASH_FUNC_f%%"))
+"""
+
+
+def test_rank_0_has_all_input_and_all_ranks_have_all_variables(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    python = f"launch -n 2 {sys.executable} show.py"
+    sources = ["head -c 30000000 /dev/zero | ", "(sleep 1; echo one; sleep 1; echo two) | ", "yes | head -c 9999999 | "]
+    lines = [f"{source}{python}" for source in [*sources, "</dev/null "]]
+    lines.append("yes | launch -n 2 head -c 2")
+    (tmp_path / "do").write_text("f() { :; }; export -f f\n" + "\n".join(lines))
+    got = cluster.run("salloc", "-N2", "env", "a.b=c d", "bash", "do", timeout=120)
+    assert got.returncode == 0, got.stderr
+    ranks = [f"{rank} c d () {{  :" for size in (30000000, 8, 9999999, 0) for rank in (f"0 {size}", "1 0")]
+    assert sorted(got.stdout.splitlines()) == sorted([*ranks, *["}"] * len(ranks), "y"]), got.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("raise RuntimeError('mine')", 1), ("raise SystemExit(3)", 3), ("pass", 0)]
+)
+def test_a_rank_that_fails_does_not_wait_in_mpi_finalize(cluster: Cluster, how: str, status: int) -> None:
+    """And one that ends before the others does not take them along."""
+    code = f"""
+import sys, time
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+assert comm.size == 2
+if comm.rank == 0:
+    comm.send("early", dest=1)
+    {how}
+else:
+    time.sleep(1)
+    print(comm.recv(source=0), flush=True)
+if {status}:
+    comm.barrier()
+"""
+    got = cluster.run("salloc", "-N2", "launch", "-n", "2", sys.executable, "-c", code, timeout=60)
+    assert got.returncode == status, got.stderr
+    assert got.stdout == ("" if status else "early\n")
+    assert ("RuntimeError: mine" in got.stderr) == (status == 1)
+
+
 @pytest.mark.forked_programs
 def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, tmp_path: Path, ranks: Any) -> None:
     small = (*SMALL, "train.dtype=fp32")  # the rounding of bf16 depends on the size of the batch

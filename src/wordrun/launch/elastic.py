@@ -144,7 +144,7 @@ class Guardians:
         if self.stopping:
             link.send(do="leave")
         else:
-            link.send(do="setup", **setup(self.plan, self.output.pipes))
+            link.send(do="setup", **setup(self.plan, self.output.pipes), folder=self.status_dir)
 
     def _hear(self, node: int) -> None:
         """Act on what a guardian says."""

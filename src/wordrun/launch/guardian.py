@@ -26,6 +26,7 @@ from wordrun.launch.address import free_port
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.oom import OomWatch
 from wordrun.launch.plan import OWN, is_stale
+from wordrun.launch.stdin import pipe_of
 from wordrun.launch.wire import VARIABLE, Link
 
 CONNECT_S = 60.0
@@ -232,8 +233,9 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
         pipe = os.path.join(setup["pipes"], f"{rank}.{name}") if setup["pipes"] else ""
         if os.path.exists(pipe):  # pipes of its own, so that lines of different ranks do not mix
             os.dup2(os.open(pipe, os.O_WRONLY), sink)
-    if rank or os.isatty(0):
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    stdin = pipe_of(setup["folder"])
+    if rank or os.isatty(0) or os.path.exists(stdin):
+        os.dup2(os.open(os.devnull if rank or not os.path.exists(stdin) else stdin, os.O_RDONLY), 0)
     for name in {*os.environ} - {*env}:
         del os.environ[name]
     os.environ.update((name, value) for name, value in env.items() if name)  # Python cannot set one without a name

@@ -80,6 +80,35 @@ export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
 export GROUP_RANK="$NODE_RANK" ROLE_RANK="${ROLE_RANK:-$RANK}"
 export TORCHELASTIC_RESTART_COUNT="${TORCHELASTIC_RESTART_COUNT:-0}" TORCHELASTIC_MAX_RESTARTS="${TORCHELASTIC_MAX_RESTARTS:-0}"
 
+# Rank 0 has launch's input, whole: from a pipe that launch fills or, on another host, from files stdin.0 and so on, of
+# which an empty one is the last. Without these it is the launcher's.
+_stdin=${WORDRUN_STATUS_DIR-}/stdin
+if [ "$RANK" != 0 ]; then
+  exec </dev/null
+elif [ -e "$_stdin" ]; then
+  _pipe=${TMPDIR:-/tmp}/wordrun-$$.in
+  mkfifo -m 600 "$_pipe" || exit
+  (
+    number=0
+    while [ -d "$WORDRUN_STATUS_DIR" ]; do
+      if [ ! -e "$_stdin.$number" ]; then
+        sleep 0.1
+      elif [ -s "$_stdin.$number" ]; then
+        cat "$_stdin.$number" && rm "$_stdin.$number" || exit
+        number=$((number + 1))
+      else
+        exit
+      fi
+    done
+  ) >"$_pipe" 2>/dev/null &
+  exec <"$_pipe"
+  rm "$_pipe"
+else
+  _pipe=${WORDRUN_STATUS_DIR-}/$(uname -n).in
+  [ ! -p "$_pipe" ] || exec <"$_pipe"
+fi
+unset _stdin _pipe
+
 [ -d "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
 
 # mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, including the 9 of ranks it killed), so this

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from wordrun.launch.oom import OomWatch
 from wordrun.launch.output import LOST_STORE, MOST_RANKS, PARTIAL_S, Output, Pipe
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
+from wordrun.launch.stdin import forward
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
 from wordrun.launch.wire import VARIABLE
 
@@ -53,6 +55,9 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
         _write_files(plan)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
+        stdin = forward(plan, status_dir)
+        # Under a launcher, a closed stdin is an empty one, as rank_env.sh gives it to the other ranks.
+        inherits = not status_dir or (not stdin and plan.launcher.carries_stdin and sys.stdin is not None)
         watch, outcome = OomWatch(), Outcome(CANNOT_START)
         output = _output(plan, status_dir)
         guardians = None
@@ -62,7 +67,14 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
         passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
         with _signals() as (arrived, ignored):
             try:
-                child = _start(plan, env, ignored, stdout=passes, stderr=passes or plan.ranks.np > 1 or keep_lines)
+                child = _start(
+                    plan,
+                    env,
+                    ignored,
+                    stdin=inherits,
+                    stdout=passes,
+                    stderr=passes or plan.ranks.np > 1 or keep_lines,
+                )
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 output.close()
@@ -82,6 +94,8 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
                 say(apart if status == 0 else "", "launch.md#any-torch-script")
                 job.explain(status)
                 outcome = _outcome(job, status, watch, keep_lines=keep_lines)
+            if stdin:
+                stdin.close()
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
@@ -147,15 +161,15 @@ def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
 
 
 def _start(
-    plan: LaunchPlan, env: dict[str, str], ignored: Sequence[int], *, stdout: bool, stderr: bool
+    plan: LaunchPlan, env: dict[str, str], ignored: Sequence[int], *, stdin: bool, stdout: bool, stderr: bool
 ) -> subprocess.Popen[bytes]:
     """Start the command, which ignores the signals ``ignored``.
 
-    ``stdout`` and ``stderr`` say which of its streams pass through launch.
+    ``stdin`` says whether it inherits launch's, ``stdout`` and ``stderr`` which of its streams pass through launch.
     """
     own_group = not plan.launcher.keeps_terminal()
     return subprocess.Popen(
-        plan.argv, env=env, bufsize=0,
+        plan.argv, env=env, bufsize=0, stdin=None if stdin else subprocess.DEVNULL,
         stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
         preexec_fn=processes.before_exec(
             own_group=own_group, death_signal=plan.launcher.death_signal,
@@ -177,7 +191,7 @@ def _start_guardian(
 ) -> subprocess.Popen[bytes]:
     """Start a launcher for the guardian of one node, and pass it ``contact``."""
     _write_files(plan)
-    child = _start(plan, {**env, VARIABLE: contact}, ignored, stdout=True, stderr=True)
+    child = _start(plan, {**env, VARIABLE: contact}, ignored, stdin=False, stdout=True, stderr=True)
     _read(child, output)
     return child
 

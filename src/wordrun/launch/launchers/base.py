@@ -96,6 +96,8 @@ class Launcher:
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
     may_die_of_input: ClassVar[bool] = False
     """Whether SIGPIPE kills it if it forwards its input, or the end of it, when the ranks have just ended."""
+    carries_stdin: ClassVar[bool] = True
+    """Whether its stdin reaches rank 0 whole, also on another host."""
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
     """The signal that it gets when launch is killed: SIGTERM where SIGKILL would leave ranks running."""
     in_between: ClassVar[bool] = True

@@ -38,6 +38,7 @@ class Hydra(Launcher):
     interface_variables = ("HYDRA_IFACE",)
     direct = (signal.SIGUSR2,)  # it forwards INT, TERM and USR1
     may_die_of_input = True
+    carries_stdin = False  # it kills ranks that read too slowly
     keep_going = ("-disable-auto-cleanup",)
 
     def argv(self, request: Request) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class Srun(Launcher):
                 where = (*where, f"--nodelist={hosts if len(hosts) <= LONGEST else request.hosts_file}")
         return (
             self.path, "-u", "-N", str(ranks.nodes), "-n", str(ranks.np), *where, *mpi, *args,
-            "--kill-on-bad-exit=1", "--wait=60", "--disable-status",
+            "--kill-on-bad-exit=1", "--wait=60", "--input=0", "--disable-status",
             f"--job-name={request.decided.step}", *options.launcher_args, *rank_command(options),
         )  # fmt: skip
 

@@ -1,0 +1,144 @@
+"""The stdin of launch on its way to rank 0: whole, at any size and speed, whatever the launcher makes of its own.
+
+Hydra kills the ranks if rank 0 reads too slowly, and torchrun lets all ranks read the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+from typing import ClassVar
+
+from wordrun.launch.job import short
+from wordrun.launch.plan import LaunchPlan
+
+READ = 65536
+# So many files of about this size wait for rank 0 at a time.
+FILES, FILE_BYTES = 16, 1_000_000
+# How often to look for them, and whether launch is in the foreground, where it may read its terminal [s].
+LOOK_S = 0.1
+
+
+def pipe_of(folder: str) -> str:
+    """Return the path of the named pipe from which rank 0 reads if it runs on this host."""
+    return os.path.join(folder, f"{socket.gethostname()}.in")
+
+
+class Stdin(threading.Thread):
+    """Copies stdin into a named pipe that rank 0 opens or, if it runs on another host, into a series of files.
+
+    Args:
+        folder: the folder of the ranks' reports, which all hosts share.
+        is_pipe: whether rank 0 runs on this host, and can read from a pipe.
+
+    Raises:
+        OSError: the file system has no named pipes, or no room.
+    """
+
+    begin: ClassVar[int | None] = None
+    """Where stdin began, if it is a file: ranks that are relaunched read it from there."""
+
+    def __init__(self, folder: str, *, is_pipe: bool) -> None:
+        super().__init__(name="stdin", daemon=True)
+        self.path = pipe_of(folder) if is_pipe else os.path.join(folder, "stdin")
+        self._is_pipe, self._rest = is_pipe, b""
+        self._over, self._close = os.pipe()
+        with contextlib.suppress(OSError):
+            Stdin.begin = os.lseek(0, Stdin.begin or 0, os.SEEK_CUR if Stdin.begin is None else os.SEEK_SET)
+        if is_pipe:
+            os.mkfifo(self.path, 0o600)
+        else:
+            open(self.path, "xb").close()  # rank_env.sh looks for it
+
+    def run(self) -> None:
+        """Copy until stdin ends or ``close`` is called."""
+        with contextlib.suppress(OSError):  # the folder is gone
+            if not self._is_pipe:
+                self._fill_files()
+                return
+            while not self._is_over(0):
+                sink = os.open(self.path, os.O_WRONLY)  # when rank 0, or with --elastic its next one, opens it
+                os.set_blocking(sink, False)
+                with contextlib.suppress(BrokenPipeError):
+                    self._fill(sink)
+                os.close(sink)
+
+    def close(self) -> None:
+        """Stop, whatever is left of stdin."""
+        os.close(self._close)
+        while self.is_alive():
+            with contextlib.suppress(OSError):  # it may wait for a rank that never came
+                os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK))
+            self.join(LOOK_S)
+        os.close(self._over)
+
+    def _fill(self, sink: int) -> None:
+        """Copy to the pipe ``sink``; at the end of stdin, remove its name, so that nobody else waits for it."""
+        while self._rest or (more := self._read()) != b"":
+            if not self._rest and more is None:
+                return
+            self._rest = self._rest or more
+            if self._over in select.select([self._over], [sink], [])[0]:
+                return
+            with contextlib.suppress(BlockingIOError):
+                self._rest = self._rest[os.write(sink, self._rest) :]
+        os.unlink(self.path)
+
+    def _fill_files(self) -> None:
+        """Write what arrives to ``stdin.0`` and so on, which rank_env.sh removes; an empty one is the end."""
+        data, number = b"?", 0
+        while data and (data := self._read()) is not None:
+            while os.path.exists(f"{self.path}.{number - FILES}"):
+                if self._is_over(LOOK_S):
+                    return
+            with open(f"{self.path}.part", "wb") as file:
+                file.write(data)
+                while (
+                    data
+                    and file.tell() < FILE_BYTES
+                    and select.select([0], [], [], 0)[0]
+                    and (more := os.read(0, READ))
+                ):
+                    file.write(more)
+            os.rename(file.name, f"{self.path}.{number}")
+            number += 1
+
+    def _read(self) -> bytes | None:
+        """Return what has arrived (empty: stdin has ended); None: ``close`` was called."""
+        while True:
+            if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():  # reading would stop launch (SIGTTIN)
+                if self._is_over(LOOK_S):
+                    return None
+            elif self._over in select.select([0, self._over], [], [])[0]:
+                return None
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    return os.read(0, READ)
+
+    def _is_over(self, timeout: float) -> bool:
+        """Return whether ``close`` is called within ``timeout`` seconds."""
+        return bool(select.select([self._over], [], [], timeout)[0])
+
+
+def forward(plan: LaunchPlan, folder: str) -> Stdin | None:
+    """Start to forward stdin to rank 0 of ``plan``; return None if its launcher, or nobody, has to.
+
+    Args:
+        plan: what is started.
+        folder: the folder of the ranks' reports; empty: there is none.
+    """
+    if not folder or sys.stdin is None:
+        return None
+    here = plan.job.is_local and not plan.options.hostfile
+    here = here or short(plan.hosts[0]) in (short(socket.gethostname()), "localhost")
+    by_file = not plan.launcher.carries_stdin and not plan.options.elastic and not os.isatty(0)
+    for is_pipe in [True] * here + [False] * by_file:
+        with contextlib.suppress(OSError):  # such as a file system without named pipes
+            thread = Stdin(folder, is_pipe=is_pipe)
+            thread.start()
+            return thread
+    return None
