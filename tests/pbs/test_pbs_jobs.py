@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,3 +123,40 @@ def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_p
     submit(cluster, *words, "train.resume=auto")
     offer = f" train.resume={cancelled.relative_to(tmp_path)}\n"
     cluster.wait(lambda: any(offer in path.read_text() for path in runs.glob("*/log.txt")), "the offer", 100)
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 3)], ids=["2+1", "1+3"])
+def test_hosts_with_different_numbers_of_ranks(cluster: Cluster, tmp_path: Path, counts: tuple[int, int]) -> None:
+    """Each rank knows its host's place, and training and test_dist work; rank 0 has all input; one thread per CPU."""
+    hydra = f"{shlex.join(HYDRA[:-1])} '{HYDRA[-1]}'"
+    show = (
+        'echo "rank $RANK: $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $NODE_RANK, $OMP_NUM_THREADS, $(wc -c)" $(hostname)'
+    )
+    fail = "from mpi4py import MPI; c = MPI.COMM_WORLD; assert c.rank != 1, 'mine'; c.barrier()"
+    (tmp_path / "job").write_text(
+        f"""#!/bin/bash
+cd {tmp_path}
+export PATH={Path(sys.executable).parent}:$PATH
+printf '#!/bin/sh\nhost=$1\nshift\nexec pbs_tmrsh "$host" sh -c "$*"\n' > rsh; chmod +x rsh
+echo granted $NCPUS
+head -c 3000000 /dev/zero | launch {hydra} sh -c {shlex.quote(show)}
+launch {hydra} python -m wordrun.test_dist && echo passed
+launch {hydra} python -m wordrun {shlex.join(SMALL)} hydra.run.dir=run
+launch {hydra} python -c {shlex.quote(fail)}; echo status $?
+"""
+    )
+    chunks = "+".join(f"1:ncpus={count}:mpiprocs={count}" for count in counts)
+    done = cluster.run("qsub", "-l", f"select={chunks}", "-l", "place=scatter", "-j", "oe", "-N", "test", "job")
+    job = done.stdout.strip()
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 150)
+    text = next(tmp_path.glob("test.o*")).read_text()
+    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    assert sorted(re.findall("^rank .*", text, re.MULTILINE)) == [
+        f"rank {rank}: {local} of {counts[node]}, node {node}, 1, {0 if rank else 3000000} h{node + 1}"
+        for rank, (node, local) in enumerate(places)
+    ], text
+    assert f"granted {counts[0]}\n" in text
+    assert "\npassed\n" in text
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_reason"] == "finished", text
+    assert "AssertionError: mine" in text
+    assert "\nstatus 1\n" in text

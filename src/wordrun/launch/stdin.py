@@ -78,34 +78,32 @@ class Stdin(threading.Thread):
 
     def _fill(self, sink: int) -> None:
         """Copy to the pipe ``sink``; at the end of stdin, remove its name, so that nobody else waits for it."""
-        while self._rest or (more := self._read()) != b"":
-            if not self._rest and more is None:
+        while self._rest or (data := self._read()) is not None:
+            if not self._rest and not data:
+                os.unlink(self.path)
                 return
-            self._rest = self._rest or more
+            self._rest = self._rest or data or b""
             if self._over in select.select([self._over], [sink], [])[0]:
                 return
             with contextlib.suppress(BlockingIOError):
                 self._rest = self._rest[os.write(sink, self._rest) :]
-        os.unlink(self.path)
 
     def _fill_files(self) -> None:
         """Write what arrives to ``stdin.0`` and so on, which rank_env.sh removes; an empty one is the end."""
-        data, number = b"?", 0
-        while data and (data := self._read()) is not None:
+        number = 0
+        while (data := self._read()) is not None:
             while os.path.exists(f"{self.path}.{number - FILES}"):
                 if self._is_over(LOOK_S):
                     return
             with open(f"{self.path}.part", "wb") as file:
                 file.write(data)
-                while (
-                    data
-                    and file.tell() < FILE_BYTES
-                    and select.select([0], [], [], 0)[0]
-                    and (more := os.read(0, READ))
-                ):
-                    file.write(more)
+                while data and file.tell() < FILE_BYTES and select.select([0], [], [], 0)[0]:
+                    if not file.write(os.read(0, READ)):  # the end, which the next read meets again
+                        break
             os.rename(file.name, f"{self.path}.{number}")
             number += 1
+            if not data:
+                return
 
     def _read(self) -> bytes | None:
         """Return what has arrived (empty: stdin has ended); None: ``close`` was called."""
