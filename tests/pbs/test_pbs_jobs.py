@@ -129,9 +129,7 @@ def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_p
 def test_hosts_with_different_numbers_of_ranks(cluster: Cluster, tmp_path: Path, counts: tuple[int, int]) -> None:
     """Each rank knows its host's place, and training and test_dist work; rank 0 has all input; one thread per CPU."""
     hydra = f"{shlex.join(HYDRA[:-1])} '{HYDRA[-1]}'"
-    show = (
-        'echo "rank $RANK: $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $NODE_RANK, $OMP_NUM_THREADS, $(wc -c)" $(hostname)'
-    )
+    show = 'echo "rank $RANK: $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $NODE_RANK, $OMP_NUM_THREADS, $(wc -c)" `hostname`'
     fail = "from mpi4py import MPI; c = MPI.COMM_WORLD; assert c.rank != 1, 'mine'; c.barrier()"
     (tmp_path / "job").write_text(
         f"""#!/bin/bash
