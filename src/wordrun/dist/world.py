@@ -276,7 +276,7 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
     rank = _number(family.rank, env)
     local_rank = _number(family.local_rank, env)
     node = _number(family.node, env) if env.get(family.node) else None
-    if node is None and env.get("WORDRUN_LAUNCHER") == family.launcher and LOCAL.present(env):
+    if node is None and env.get("WORDRUN_LAUNCHER") == family.launcher and LOCAL.present(env) and env.get(LOCAL.node):
         node = _number(LOCAL.node, env)  # found by rank_env.sh
     local_size = _local_size(family, env, node or 0)
     size, size_source = _size(family, env, local_size)
