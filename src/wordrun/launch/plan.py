@@ -26,11 +26,8 @@ OWN = (
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
-# Prefixes of variables that users export for the ranks; some launchers forward only the variables they are given.
-FOR_RANKS = (
-    "ACCELERATE_", "CCL_", "FI_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "UCX_",
-    "WANDB_", "WORDRUN_",
-)  # fmt: skip
+# Variables of a process, a host or Open MPI itself, which are not forwarded to other hosts.
+NOT_FORWARDED = re.compile(r"_|PWD|OLDPWD|SHLVL|HOSTNAME|(OMPI|OPAL|PMIX|PRTE)_.*")
 # A value and its reason (may be empty).
 Setting = tuple[str, str]
 # Contains the sitecustomize.py of --hang.
@@ -79,8 +76,9 @@ def build(
     request = Request(job, options, ranks, decided, site)
     starts = _guarded(request, launcher) if options.elastic else request
     unset = {name for name in env if is_stale(name) or name in site.unset}
-    known = {*site.env, *site.proxies}
-    exported = [name for name in env if (name in known or name.startswith(FOR_RANKS)) and name not in unset]
+    exported = [
+        name for name in env if not (name in unset or NOT_BY_SHELLS.fullmatch(name) or NOT_FORWARDED.fullmatch(name))
+    ]
     env_set, reasons = environment(request, launcher, env, launcher.variables(starts))
     if options.elastic:
         env_set.pop("WORDRUN_STATUS_DIR", "")  # guardians report over a connection

@@ -234,7 +234,7 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables to set for the ranks."""
     exported: tuple[str, ...] = ()
-    """Names of other variables that the user exported for the ranks."""
+    """Names of all other variables, for launchers that forward only those they are given."""
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ class OpenMPI(Launcher):
         binding = ("--bind-to", options.cpu_bind or "none")
         crowd = ("--map-by", "slot:OVERSUBSCRIBE") if ranks.ppn > min(request.job.cores) and not where else ()
         inherited = ("LD_LIBRARY_PATH", "PATH", *request.exported) if where else ()
-        exported = [word for name in sorted({*request.env, *inherited}) for word in ("-x", name)]
+        # Other names are passed as arguments of env(1).
+        names = filter(str.isidentifier, sorted({*request.env, *inherited}))
+        exported = [word for name in names for word in ("-x", name)]
         words = (*where, *binding, *crowd, *exported, *options.launcher_args, *mpiexec_command(options))
         return (self.path, "-n", str(ranks.np), *words)
