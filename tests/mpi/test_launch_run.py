@@ -256,6 +256,18 @@ def test_rank_0_has_all_of_stdin_and_the_others_have_none(tmp_path: Path, by: st
         assert sorted(done.stdout.splitlines()) == expected, (line, done.stderr)
 
 
+def test_a_rank_0_that_is_not_where_its_input_is(tmp_path: Path) -> None:
+    """It has none, and launch says so if there was some."""
+    (tmp_path / "uname").write_text("#!/bin/sh\necho elsewhere\n")
+    (tmp_path / "uname").chmod(0o755)
+    env = {**environment(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for given, told in (("input", True), ("", False)):
+        words = [LAUNCH, "-n", "2", "--launcher", "hydra", "sh", "-c", "wc -c"]
+        done = subprocess.run(words, cwd=tmp_path, env=env, input=given, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "0\n0\n"), done.stderr
+        assert ("rank 0 did not run on this host, so it had no input" in done.stderr) == told
+
+
 def test_ranks_that_are_relaunched_read_a_file_from_its_beginning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("line 1\nline 2\n")
     words = ["--retries", "1", "sh", "-c", "cat; [ -e again ] || { touch again; kill -9 $$; }"]

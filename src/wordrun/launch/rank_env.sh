@@ -87,7 +87,7 @@ if [ "$RANK" != 0 ]; then
   exec </dev/null
 elif [ -e "$_stdin" ]; then
   _pipe=${TMPDIR:-/tmp}/wordrun-$$.in
-  mkfifo -m 600 "$_pipe" || exit
+  mkfifo -m 600 "$_pipe" && : >"$_stdin.seen" || exit
   (
     number=0
     while [ -d "$WORDRUN_STATUS_DIR" ]; do

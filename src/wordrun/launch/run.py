@@ -95,7 +95,8 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
                 job.explain(status)
                 outcome = _outcome(job, status, watch, keep_lines=keep_lines)
             if stdin:
-                stdin.close()
+                missed = stdin.close()
+                say(missed if outcome.status == 0 else "", "launch.md#any-torch-script")
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now

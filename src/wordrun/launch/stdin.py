@@ -17,6 +17,7 @@ from wordrun.launch.job import short
 from wordrun.launch.plan import LaunchPlan
 
 READ = 65536
+REMEDY = "let it read a file, or launch in a folder that all hosts share and on rank 0's host"
 # So many files of about this size wait for rank 0 at a time.
 FILES, FILE_BYTES = 16, 1_000_000
 # How often to look for them, and whether launch is in the foreground, where it may read its terminal [s].
@@ -45,7 +46,7 @@ class Stdin(threading.Thread):
     def __init__(self, folder: str, *, is_pipe: bool) -> None:
         super().__init__(name="stdin", daemon=True)
         self.path = pipe_of(folder) if is_pipe else os.path.join(folder, "stdin")
-        self._is_pipe, self._rest = is_pipe, b""
+        self._is_pipe, self._rest, self._reached = is_pipe, b"", False
         self._over, self._close = os.pipe()
         with contextlib.suppress(OSError):
             Stdin.begin = os.lseek(0, Stdin.begin or 0, os.SEEK_CUR if Stdin.begin is None else os.SEEK_SET)
@@ -63,18 +64,29 @@ class Stdin(threading.Thread):
             while not self._is_over(0):
                 sink = os.open(self.path, os.O_WRONLY)  # when rank 0, or with --elastic its next one, opens it
                 os.set_blocking(sink, False)
+                self._reached = True
                 with contextlib.suppress(BrokenPipeError):
                     self._fill(sink)
                 os.close(sink)
 
-    def close(self) -> None:
-        """Stop, whatever is left of stdin."""
+    def close(self) -> str:
+        """Stop, whatever is left of stdin; return a message if there was some and rank 0 was never there to read it."""
+        reached = self._reached or os.path.exists(f"{self.path}.seen")
         os.close(self._close)
         while self.is_alive():
             with contextlib.suppress(OSError):  # it may wait for a rank that never came
                 os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK))
             self.join(LOOK_S)
         os.close(self._over)
+        if reached or os.isatty(0):
+            return ""
+        if self._is_pipe:
+            left = bool(select.select([0], [], [], 0)[0] and os.read(0, 1))
+            return f"rank 0 did not run on this host, so it had no input: {REMEDY}" if left else ""
+        unread = os.path.exists(f"{self.path}.0") and os.path.getsize(f"{self.path}.0")
+        return (
+            f"rank 0's host does not have {os.path.dirname(self.path)}, so it had no input: {REMEDY}" if unread else ""
+        )
 
     def _fill(self, sink: int) -> None:
         """Copy to the pipe ``sink``; at the end of stdin, remove its name, so that nobody else waits for it."""
