@@ -85,9 +85,16 @@ def attributed(cfg: Config) -> Iterator[None]:
 
     Raises:
         PartError: an exception that is not a UserError was raised in the code of such a part.
+        RuntimeError: sys.exit(0) was called by other code: the process would end as if its run were finished.
     """
     try:
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if error.code:
+                raise
+            what = "sys.exit(0) before the end of the run"
+            raise RuntimeError(what).with_traceback(error.__traceback__) from None
     except Exception as error:
         if isinstance(error, UserError) or (part := _raised_by(error, cfg)) is None:
             raise
