@@ -204,8 +204,11 @@ class Supervisor:
         if status and not self.output.quiet:
             pattern = self.plan.launcher.aborted  # such a rank may be ended before it can report
             aborted = next(filter(None, (re.match(pattern, line) for line in folded)), None) if pattern else None
-            lines = [f"rank {aborted[1]} {_ending(status)}"] if aborted else folded
-            say("\n".join([*lines, *filter(None, [self.ended_before() if self.returned and not self.failure else ""])]))
+            if self.returned and not self.failure:
+                named = f"rank {aborted[1]} {_ending(status)}" if aborted else ""
+                self.failure = "\n".join(filter(None, [named, self.ended_before()]))
+                say(self.failure)
+            say("" if aborted else "\n".join(folded))
         if self.failed and own and own != self.output.tail.lines()[-len(own) :]:
             say("\n".join([f"the last lines of rank {self.failed[0]}:", *(f"  {line}" for line in own)]))
 
@@ -400,7 +403,7 @@ def _named(ranks: Collection[int]) -> str:
 
 def _ending(status: int) -> str:
     if status == 0:
-        return "ended with exit status 0, but wordrun had not finished: something called os._exit(0), or exit(0) in C"
+        return "ended with exit status 0, but wordrun had not finished: os._exit(0), exit(0) in C, or an ignored kill"
     if status > 128:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(status - 128).name} (exit status {status})"
