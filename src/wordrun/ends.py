@@ -35,6 +35,21 @@ def unfinished() -> Iterator[None]:
                 os.unlink(path)
 
 
+@contextlib.contextmanager
+def without_exit() -> Iterator[None]:
+    """Within the ``with`` block, which calls code of others, let sys.exit(0) be an error.
+
+    Raises:
+        RuntimeError: it was called. The process would have ended as if it had finished.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        raise RuntimeError("sys.exit(0) before the end").with_traceback(error.__traceback__) from error.__cause__
+
+
 def unfinished_prefix(launch_id: str, rank: int | str) -> str:
     """Return WORDRUN_UNFINISHED for a rank, or its beginning for all ranks of a host, as ``rank_env.sh`` does."""
     return os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-{launch_id}-{rank}")
