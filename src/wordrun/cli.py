@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from wordrun import dist, interrupts, synonyms
+from wordrun import dist, ends, interrupts, synonyms
 from wordrun.errors import MARK, ConfigError, nearest
 from wordrun.version import versions
 
@@ -78,7 +78,7 @@ def _leave_mark() -> None:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     # Import only the module of this command: most need Hydra, and no command should wait for another's imports.
-    with interrupts.ending_at_once():
+    with interrupts.ending_at_once(), ends.unfinished():
         status: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
     return status
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ MARK = "wordrun"
 """File that wordrun's commands leave in the folder in which launch's ranks report, whatever has started them."""
 SHOWN = 4
 """Lines of a part that are shown on the screen when it fails."""
+SHOWN_RANGES = 8
+"""A message names this many ranges of ranks."""
 
 
 class UserError(Exception):
@@ -145,6 +148,15 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     by_lower = {name.lower(): name for name in reversed(names)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return sorted numbers such as ``0-2, 5``, and only the first few ranges."""
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    ]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:SHOWN_RANGES]]
+    return ", ".join(shown) + (f" and {sum(map(len, runs[SHOWN_RANGES:]))} more" if len(runs) > SHOWN_RANGES else "")
 
 
 def listed(names: Iterable[str], width: int = 100) -> str:

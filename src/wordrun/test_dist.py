@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from wordrun import dist, interrupts
+from wordrun import dist, ends, interrupts
 from wordrun.dist.setup import shared_store
 from wordrun.errors import UserError
 
@@ -35,6 +35,7 @@ class CheckError(UserError):
     page = "install.md#check-the-installation"
 
 
+@ends.unfinished()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks with ``argv`` (default: the command line) and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m wordrun.test_dist", description=__doc__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -193,3 +194,22 @@ def test_a_run_that_does_not_exist_cannot_be_asked(command: Command, tmp_path: P
     done = command("launch", "--stacks", ".")
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "launch: --stacks .: it has ended (finished)"
+
+
+LEAVES = """
+import os, sys
+import torch.distributed as dist
+
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+dist.init_process_group("gloo")  # there
+"""
+
+
+def test_a_rank_that_has_ended_is_not_called_silent(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEAVES)
+    done = command("launch", "--hang", "1", "-n", "2", sys.executable, "train.py")
+    assert done.returncode == 124, done.stderr
+    there = f"train.py:{line_of(LEAVES, 'there')}"
+    assert f"rank 1 ({os.uname().nodename}) has ended with status 0; others wait for it at {there}" in done.stderr
+    assert "silent" not in done.stderr

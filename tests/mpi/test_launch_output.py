@@ -180,26 +180,40 @@ def test_a_process_that_keeps_printing_does_not_hold_launch_up(monkeypatch: pyte
     os.close(writer)
 
 
+@pytest.mark.parametrize("launcher", [["--launcher", "hydra"], ["--launcher", "torchrun"], ["--elastic"]])
 @pytest.mark.parametrize(
-    ("streams", "code", "status"),
-    [({"stdout": "/dev/full"}, "echo much", 1), ({"stderr": None}, "exit 3", 3)],
-    ids=["full disk", "nobody reads stderr"],
+    ("stream", "to", "error"),
+    [
+        (1, ">/dev/full", "No space left on device"),
+        (1, ">&-", "Bad file descriptor"),
+        (2, "2>/dev/full", "No space left on device"),
+        (2, "2>&-", "Bad file descriptor"),
+    ],
 )
-def test_output_that_cannot_be_written(streams: dict[str, str | None], code: str, status: int, start: Start) -> None:
-    files = {}
-    for name, path in streams.items():
-        if path is None:
-            reader, writer = os.pipe()
-            os.close(reader)
-        else:
-            writer = os.open(path, os.O_WRONLY)
-        files[name] = writer
-    job = start("launch", "-n", "2", "sh", "-c", code, **files)
-    for file in files.values():
-        os.close(file)
-    _, err = job.communicate(timeout=90)
-    assert job.returncode == status
-    assert err is None or "launch: cannot write to stdout: No space left on device\n" in err
+def test_output_that_cannot_be_written(
+    launcher: list[str], stream: int, to: str, error: str, command: Command, tmp_path: Path
+) -> None:
+    words = " ".join(["launch", *launcher, "-n", "2"])
+    done = command("sh", "-c", f"{words} sh -c 'echo much >&{stream}' {to}")
+    assert done.returncode == 1
+    assert record(tmp_path)["exit_status"] == 1
+    if stream == 1:
+        assert f"launch: cannot write to stdout: {error}\n" in done.stderr
+
+
+@pytest.mark.parametrize("to", [">/dev/full", ">&-"])
+def test_a_single_process_writes_itself(to: str, command: Command) -> None:
+    done = command("sh", "-c", f"launch sh -c 'echo much' {to}")
+    assert done.returncode == 1
+    assert "sh: 1: echo: echo: I/O error" in done.stderr or "write error" in done.stderr
+
+
+def test_nobody_reads_stderr(start: Start) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    job = start("launch", "-n", "2", "sh", "-c", "exit 3", stderr=writer)
+    os.close(writer)
+    assert job.wait(timeout=90) == 3
 
 
 def test_a_non_blocking_stdout_loses_nothing() -> None:

@@ -263,6 +263,26 @@ def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster, tmp_path: Pa
     assert record(tmp_path)["exit_status"] == status
 
 
+@pytest.mark.parametrize("to", [">/dev/full", ">&-", "2>/dev/full"])
+def test_output_that_cannot_be_written_is_a_failure(cluster: Cluster, tmp_path: Path, to: str) -> None:
+    got = cluster.run("salloc", "-N2", "sh", "-c", f"launch -n 2 sh -c 'echo much >&{1 + (to[0] == '2')}' {to}")
+    assert got.returncode == 1
+    assert ("launch: cannot write to stdout: " in got.stderr) == (to[0] == ">")
+    assert record(tmp_path)["exit_status"] == 1
+
+
+def test_a_rank_without_a_folder_in_common_reports_through_srun(cluster: Cluster, tmp_path: Path) -> None:
+    code = "[ $RANK = 1 ] || sleep 2; exit $((3 * (RANK == 0)))"
+    for launcher_args in ([], ["--launcher-args", "--label"]):
+        words = ["launch", "-n", "2", "--env", "WORDRUN_STATUS_DIR=/nonexistent", *launcher_args]
+        assert cluster.run("salloc", "-N2", *words, "true").returncode == 0
+        got = cluster.run("salloc", "-N2", *words, "bash", "-c", code)
+        assert got.returncode == 3, got.stderr
+        assert re.search(r"^launch: rank 0 on \S+ ended with exit status 3\n", got.stderr, re.MULTILINE)
+        assert "launch: rank 1 had ended with exit status 0\n" in got.stderr
+        assert not re.search(r"launch \d", got.stderr)
+
+
 POLITE = """
 import os, signal, sys, time
 asked = []

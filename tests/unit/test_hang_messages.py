@@ -46,6 +46,17 @@ def test_silent_ranks_are_named_with_the_host_where_they_should_be() -> None:
     assert "ranks 2-3 (b) are silent" in text
 
 
+def test_a_rank_that_has_ended_is_named_with_what_the_others_wait_in() -> None:
+    """It is not silent; of those that have not answered, the others are."""
+    text = hang.describe([waiting(0), waiting(1)], WORLD, ended={0, 2})
+    assert text.startswith(
+        "rank 2 (b) has ended with status 0; others wait for it at train.py:9 in step; ranks 2-3 have "
+    )
+    assert "; rank 3 (b) is silent; ranks 0-1 (a) are at train.py:9 in step" in text
+    asked = hang.describe([waiting(0)], WORLD, ended={1, 2, 3}, hangs=False)
+    assert asked.startswith("ranks 1-3 (a, b) have ended with status 0; ranks 1-3 have not reached")
+
+
 def test_different_shapes_in_one_collective_are_named() -> None:
     other = replace(waiting(3), pending=[{**CALL, "size": "float32 [9]"}])
     text = hang.describe([waiting(0), waiting(1), waiting(2), other], WORLD)

@@ -26,8 +26,8 @@ MODULES = sorted(
 # Which layers a layer may use, besides itself. The design: log <- dist <- config <- data, model, track <- backend
 # <- train <- cli, and log <- launch <- cli.
 BASE = {
-    "version", "errors", "synonyms", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id",
-    "log",
+    "version", "errors", "synonyms", "files", "ends", "stack_requests", "cgroup", "interrupts", "slurm", "ports",
+    "run_id", "log",
 }  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
@@ -40,6 +40,7 @@ MAY_USE: dict[str, set[str]] = {
     "synonyms": set(),
     "errors": {"synonyms"},
     "files": set(),
+    "ends": set(),
     "stack_requests": set(),
     "cgroup": {"files"},
     "interrupts": set(),
@@ -94,7 +95,7 @@ MAY_USE: dict[str, set[str]] = {
     "plan": PARALLEL | {"choices", "arguments", "backend", "launch", "devices", "kernels"},
     "study": PARALLEL | {"interrupts", "launch", "plan", "prepare", "runs", "train"},
     "completion": {"errors", "project", "registry", "config", "launch", "train"},
-    "cli": {"errors", "dist", "interrupts", "version", "completion", "synonyms"},
+    "cli": {"ends", "errors", "dist", "interrupts", "version", "completion", "synonyms"},
     "__main__": {"cli", "interrupts"},
     "loading": PARALLEL | {"checkpoint"},
     "": {"composer", "loading", "registry", "train", "version"},

@@ -91,7 +91,8 @@ def test_the_launcher_starts_a_guardian_on_each_node() -> None:
 
 def test_variables_of_a_rank_under_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frameworks that read SLURM's see the ranks, not the guardians, and no node without ranks."""
-    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}.items():
+    given = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
+    for name, value in {**given, "WORDRUN_LAUNCH_ID": "7-a"}.items():
         monkeypatch.setenv(name, value)
     ours, theirs = socket.socketpair()
     with theirs:
@@ -195,14 +196,14 @@ def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None
     assert [(fault["rank"], fault["pid"], fault["cause"]) for fault in head.kills.faults] == [(3, 103, "SIGKILL")]
 
 
-def test_a_failure_alone_is_reported_as_by_rank_env_sh(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_reported_as_by_rank_env_sh(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "FIRST_CAUSE_S", 0.0)
     head.start()
     head.exits(2, 7)
     for rank in (0, 1, 3):
         head.exits(rank, 0)
     head.hear("leave")
-    assert head.reports() == {"2": "7 node1\n"}
+    assert head.reports() == {"2": "7 node1\n", "ended-node0": "0\n1\n", "ended-node1": "3\n"}
     head.head.finish()
     assert head.head.lost == ""
 

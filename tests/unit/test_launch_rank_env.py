@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun import interrupts
+from wordrun import ends, interrupts
 from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import RANK_ENV
@@ -168,6 +169,7 @@ def test_adds_torchruns_names_and_changes_none() -> None:
         *env,
         "PATH",
         "WORDRUN_STATUS_DIR",
+        "WORDRUN_UNFINISHED",
         "PWD",
         "_",
         "SHLVL",
@@ -190,12 +192,16 @@ def test_unknown_launcher_and_missing_variables() -> None:
     assert "RANK='0' WORLD_SIZE=''" in run.stderr
 
 
-def test_reports_a_failure_and_only_that(tmp_path: Path) -> None:
+def test_reports_how_a_rank_ends(tmp_path: Path) -> None:
     env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": str(tmp_path)}
-    assert rank_env(env, "true").returncode == 0
-    assert not list(tmp_path.iterdir())
+    for rank in ("5", "7"):
+        done = rank_env({**env, "PMI_RANK": rank}, "true")
+        assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == [f"ended-{os.uname().nodename}"]  # a file per host
+    assert ends.ended(str(tmp_path)) == {5, 7}
     assert rank_env(env, "sh", "-c", "exit 3").returncode == 3
     assert re.fullmatch(r"3 \S+\n", (tmp_path / "5").read_text())  # the status and the host
+    (tmp_path / "5").unlink()
     killed = rank_env(env, "sh", "-c", "echo its own >&2; kill -KILL $$")
     assert (killed.returncode, killed.stderr) == (137, "its own\n")  # nothing from the shell that reports
     assert (tmp_path / "5").read_text().startswith("137 ")
@@ -208,6 +214,31 @@ def test_a_rank_that_has_saved_does_not_fail_for_its_launcher(tmp_path: Path) ->
     (tmp_path / "5").unlink()
     (tmp_path / "5").mkdir()  # where it cannot be told otherwise
     assert rank_env(env, "sh", "-c", "exit 75").returncode == 75
+
+
+@pytest.mark.parametrize("folder", ["absent", "full"])
+@pytest.mark.parametrize(("status", "says"), [(0, "ended-{host} 5"), (3, "5 3 {host}")])
+def test_where_it_cannot_write_it_tells_launch_on_stderr(folder: str, status: int, says: str, tmp_path: Path) -> None:
+    host = os.uname().nodename
+    if folder == "full":
+        for name in (f"ended-{host}", "5"):
+            (tmp_path / name).symlink_to("/dev/full")
+    where = tmp_path if folder == "full" else tmp_path / "absent"
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_LAUNCH_ID": "7-a"}
+    done = rank_env({**env, "WORDRUN_STATUS_DIR": str(where)}, "sh", "-c", f"exit {status}")
+    assert (done.returncode, done.stderr) == (status, f"launch 7-a: {says.format(host=host)}\n")
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_of_wordrun_that_is_gone_before_it_has_finished(status: int, tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    env = {**FAMILIES["hydra"][0], "WORDRUN_LAUNCHER": "hydra", "WORDRUN_STATUS_DIR": f"{tmp_path}/status"}
+    script = f'touch "$WORDRUN_UNFINISHED-123"; exit {status}'
+    done = rank_env({**env, "TMPDIR": str(tmp_path)}, "sh", "-c", script)
+    assert done.returncode == (status or 1)
+    (report,) = (tmp_path / "status").iterdir()
+    assert (report.name, report.read_text()) == ("5", f"{status} {os.uname().nodename}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["status"]
 
 
 def test_does_not_begin_after_a_signal_to_stop(tmp_path: Path) -> None:

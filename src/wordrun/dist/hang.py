@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from wordrun import flight_recorder
 from wordrun.dist import stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
+from wordrun.errors import ranges
 
-# A message names this many groups of ranks, and each this many ranges and hosts; the report has all of them.
+# A message names this many groups of ranks, and each this many hosts; the report has all of them.
 GROUPS, SHOWN = 6, 8
 MOST = 20
 """Number of collectives that an answer describes."""
@@ -113,18 +113,28 @@ class Blocked:
     """The ranks of the group."""
 
 
-def describe(answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, *, hangs: bool = True) -> str:
+def describe(
+    answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, ended: Collection[int] = (), *,
+    hangs: bool = True,
+) -> str:  # fmt: skip
     """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
 
     Args:
         answers: of the ranks that have answered, or that others have answered for, in order.
         world: a rank of the job.
         layout: of the job's ranks, whose coordinates the message names.
+        ended: the ranks that have ended with status 0, as far as is known.
         hangs: whether the job makes no progress; else the ranks have been asked while they work.
     """
     by_rank = {answer.rank: answer for answer in answers}
-    silent = [rank for rank in range(world.size) if rank not in by_rank]
+    gone = [rank for rank in range(world.size) if rank in ended and rank not in by_rank]
+    silent = [rank for rank in range(world.size) if rank not in by_rank and rank not in ended]
     sentences = []
+    if gone:
+        have, whom = ("have", "them") if gone[1:] else ("has", "it")
+        waits = next((answer.line for answer in answers if (answer.call or answer.pending) and answer.line), "")
+        wait = f"; others wait for {whom} at {waits}" if hangs and waits else ""
+        sentences.append(f"{names(gone, hosts_of(gone, by_rank, world), layout)} {have} ended with status 0{wait}")
     if blocked := culprit(answers, world.size):
         sentences.append(_who_waits(blocked, layout, hangs))
     elif (waiting := [answer.rank for answer in answers if answer.call]) and len(waiting) < len(answers):
@@ -211,15 +221,6 @@ def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKN
     at = ", ".join(f"{axis}={min(found)}" for axis, found in shared.items() if len(found) == 1)
     where = f"{', '.join(hosts[:SHOWN])}{', ...' if len(hosts) > SHOWN else ''}{f'; {at}' if at else ''}"
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{f' ({where})' if where else ''}"
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """Return sorted numbers such as ``0-2, 5``, and only the first few ranges."""
-    runs = [
-        [rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
-    ]
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:SHOWN]]
-    return ", ".join(shown) + (f" and {sum(map(len, runs[SHOWN:]))} more" if len(runs) > SHOWN else "")
 
 
 def hosts_of(ranks: Sequence[int], by_rank: Mapping[int, Answer], world: World) -> list[str]:

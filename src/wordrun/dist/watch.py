@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wordrun import files, flight_recorder, slurm, stack_requests
+from wordrun import ends, files, flight_recorder, slurm, stack_requests
 from wordrun.dist import hang, stacks
 from wordrun.dist.mesh import Layout
 from wordrun.dist.world import World, discover
@@ -67,6 +67,8 @@ class Watch:
         self._known = set[str]()  # phases that have been seen once
         self._name = f"wordrun-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self._answered = ""
+        self._reports = os.environ.get("WORDRUN_STATUS_DIR", "")
+        """The folder in which it is reported which ranks have ended."""
         self._tick = min(TICK_S, self.hang_s / 8)
         self._every = max(self._tick, self.world.size / LOOKS_PER_S)
         """Seconds between checks for requests."""
@@ -174,8 +176,10 @@ class Watch:
         # Other ranks report only in place of rank 0.
         until = begun + patience * (1.0 if self.world.rank == 0 else 1.3)
         while time.monotonic() < until and answers.is_dir():
-            if self.world.rank == 0 and len(list(answers.glob("*[0-9].json"))) == self.world.size:
-                return
+            if self.world.rank == 0:
+                known = len(list(answers.glob("*[0-9].json"))) + len(ends.ended(self._reports))
+                if known >= self.world.size:
+                    return
             if not helped and time.monotonic() > begun + patience / 2:
                 helped = True
                 self._answer_for_others(answers)
@@ -216,7 +220,7 @@ class Watch:
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
         lead = f"no progress for {asked['seconds']:g} s" if hangs else "where the ranks are now"
-        text = f"{lead}: {hang.describe(found, self.world, self.layout, hangs=hangs)}"
+        text = f"{lead}: {hang.describe(found, self.world, self.layout, ends.ended(self._reports), hangs=hangs)}"
         files.replace(path, f"{text}\n\n{hang.all_stacks(found)}")
         self.reported = path if hangs else None
         log = LOGGER.error if hangs else LOGGER.warning

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from wordrun import ends
 from wordrun.errors import REQUEUE
 from wordrun.launch.answers import Answers
 from wordrun.launch.forking import setup
@@ -196,6 +197,8 @@ class Guardians:
         self.state = "starting"
         self._living, self._failures = {*range(sum(layout))}, []
         port = self.nodes.choose_port(first=not self.generation)
+        env["WORDRUN_STATUS_DIR"] = self.status_dir
+        ends.forget(self.status_dir)
         if self.generation:
             env["WORDRUN_RESUME"] = "auto"
         if self.kills.faults:
@@ -222,8 +225,10 @@ class Guardians:
             return
         stopped = bool(report.get("stopped"))
         outcome = Outcome(status, rank, report.get("memory", ""), pid=report["pid"], at=time.time(), stopped=stopped)
-        if status:
+        if failed := bool(status or report.get("unfinished")):
             self._failures.append({**report, "host": self._hosts[node]})
+        else:
+            ends.add(self.status_dir, rank, self._hosts[node])
         if outcome.killed and not self.stopping:
             self.memory = outcome.memory
             fault = self.kills.fault(outcome, self.plan.env["WORDRUN_LAUNCH_RECORD"]) if self.kills.left else None
@@ -235,7 +240,7 @@ class Guardians:
             self._failures.insert(0, self._failures.pop())  # the first cause
         if self.stopping or outcome.killed or status == REQUEUE:
             self._give_up()
-        elif status:
+        elif failed:
             self._decide_at = min(self._decide_at, time.monotonic() + FIRST_CAUSE_S)
         elif not self._living and not self._failures:
             self._leave(succeeded=True)

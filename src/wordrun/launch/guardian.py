@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from wordrun import slurm
+from wordrun import ends, slurm
 from wordrun.launch import processes, program
 from wordrun.launch.address import free_port
 from wordrun.launch.launchers.base import PASSED_ON
@@ -160,11 +160,14 @@ class Guardian:
             if pid not in self.ranks:
                 continue  # a process that a rank has left behind
             facts = {"rank": self.ranks.pop(pid), "pid": pid, "status": code if code >= 0 else 128 - code}
+            unfinished = ends.take_unfinished(f"{_unfinished(facts['rank'])}-") and not code
             memory, mpi = self._watch.killed_for_memory(pid) if code == -signal.SIGKILL else None, b""
             with contextlib.suppress(BlockingIOError):
                 mpi = os.read(self._mpi[0], 1)
             stopped = self._stopped.pop(pid, None) is not None
-            self.link.send(event="exit", **facts, memory=memory or "", mpi=bool(mpi), stopped=stopped)
+            self.link.send(
+                event="exit", **facts, memory=memory or "", mpi=bool(mpi), stopped=stopped, unfinished=unfinished
+            )
 
     def _kill_stopped(self) -> None:
         """Kill the ranks that have been stopped for long enough."""
@@ -176,11 +179,16 @@ class Guardian:
 
     def _end(self, patience_s: float = 0.0) -> None:
         """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started."""
-        for pid in self.ranks:
+        for pid, rank in self.ranks.items():
             processes.send(pid, signal.SIGKILL, group=True)
+            ends.take_unfinished(f"{_unfinished(rank)}-")
         self.ranks.clear()
         self._close_gate()
         processes.end_all(patience_s)
+
+
+def _unfinished(rank: int) -> str:
+    return ends.unfinished_prefix(os.environ["WORDRUN_LAUNCH_ID"], rank)
 
 
 def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
@@ -193,6 +201,7 @@ def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> di
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": used[node],
         "NODE_RANK": node, "GROUP_RANK": node, "ROLE_RANK": rank, "WORDRUN_LAUNCHER": "local",
         "WORDRUN_LAYOUT": slurm.compact_counts(used),
+        ends.UNFINISHED: _unfinished(rank),
         "WORDRUN_GENERATION": message["generation"], "TORCHELASTIC_RESTART_COUNT": message["generation"],
         "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"], "MASTER_PORT": message["port"],
     }  # fmt: skip

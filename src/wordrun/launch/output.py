@@ -110,6 +110,10 @@ class Output:
     """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
     killed: str = ""
     """Regular expression for the line of the launcher, or of its MPI library, about a process killed by SIGKILL."""
+    launch_id: str = ""
+    """Begins the lines with which ranks report their end that cannot do so in the status folder."""
+    reports: list[tuple[str, str]] = field(default_factory=list)
+    """What these lines say: the name of the file that is missing, and what it would contain."""
     names_kill: bool = False
     """The launcher has written such a line."""
     lost: str = ""
@@ -123,6 +127,9 @@ class Output:
         self.selector = selectors.DefaultSelector()
         noise = [self.noise] * bool(self.noise)
         own = [f"^({self.own_lines}).*\n"] * bool(self.own_lines)
+        # Launchers may begin it with a label.
+        line = rf"(?:\[\d+\] |\d+: )?launch {self.launch_id}: (\S+) ([^\r\n]+)\r?\n" if self.launch_id else "(?!)"
+        self._report = re.compile(line.encode())
         # The index is ``quiet``.
         self._patterns = [
             re.compile("|".join(some or ["(?!)"]).encode(), re.MULTILINE) for some in (noise, noise + own)
@@ -231,6 +238,8 @@ class Output:
         """Write whole lines; return whether our own output is still open."""
         if pipe.rank is None or pipe.sink == 2:
             self._look_for_kill(text)
+            self.reports += [(name.decode(), report.decode()) for name, report in self._report.findall(text)]
+            text = self._report.sub(b"", text)
         if pipe.own and self.quiet:
             self._fold(text)
             return True

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from wordrun.ends import UNFINISHED
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import Launcher
@@ -22,7 +23,7 @@ OWN = (
     "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
     "WORDRUN_WORLD_SIZE", "WORDRUN_LAYOUT", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR",
     "WORDRUN_TERMINAL", "WORDRUN_PTY", "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS",
-    "WORDRUN_DEVICES", VARIABLE,
+    "WORDRUN_DEVICES", UNFINISHED, VARIABLE,
 )  # fmt: skip
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))

@@ -109,10 +109,11 @@ else
 fi
 unset _stdin _pipe
 
-[ -d "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
+[ -n "${WORDRUN_STATUS_DIR-}" ] || exec "$@"
+export WORDRUN_UNFINISHED="${TMPDIR:-/tmp}/wordrun-${WORDRUN_LAUNCH_ID-}-$RANK"
 
 # mpiexec and torchrun mix up the ranks' exit statuses (Hydra ORs them, including the 9 of ranks it killed), so this
-# shell stays to report its rank's. Signals reach the entire group; it waits for the command to act on them.
+# shell stays to report how its rank ends. Signals reach the entire group; it waits for the command to act on them.
 trap : HUP INT TERM USR2 ABRT
 [ -n "${WORDRUN_IGNORE_USR1-}" ] || trap : USR1
 run() { # in a subshell, where these signals end it: launch writes the file before it forwards a signal to stop
@@ -126,8 +127,19 @@ else
   (run "$@") 2>&3 3>&-
 fi
 status=$?
-[ "$status" -eq 0 ] && exit 0
-echo "$status ${SLURMD_NODENAME:-$(uname -n)}" >"$WORDRUN_STATUS_DIR/$RANK" || exit "$status"
-# 75 is not a failure: the rank stopped on request and has saved. Launchers would kill the others; launch does not.
-[ "$status" -eq 75 ] && exit 0
-exit "$status"
+host=${SLURMD_NODENAME:-$(uname -n)}
+name=$RANK report="$status $host" exits=$status
+set -- "$WORDRUN_UNFINISHED"-*
+if [ -e "$1" ]; then # a process of wordrun is gone that had not finished
+  rm -f "$@"
+  [ "$status" -ne 0 ] || exits=1
+elif [ "$status" -eq 0 ]; then
+  name=ended-$host report=$RANK # one file for all ranks of a host
+fi
+if echo "$report" >>"$WORDRUN_STATUS_DIR/$name"; then
+  # 75 is not a failure: the rank stopped on request and has saved. Launchers would kill the others; launch does not.
+  [ "$status" -ne 75 ] || exit 0
+else # this host does not have the folder, or its disk is full: launch takes this line out of the output
+  echo "launch ${WORDRUN_LAUNCH_ID-}: $name $report" >&3
+fi
+exit "$exits"

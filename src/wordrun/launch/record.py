@@ -109,9 +109,9 @@ class Record:
         self.content |= facts
         self._write()
 
-    def end(self, status: int, not_shown: Sequence[str] = ()) -> None:
-        """Add the end time, the exit status, and the launcher's lines that were not shown, to the file."""
-        self.content |= {"end": _now(), "exit_status": status, "not_shown": list(not_shown)}
+    def end(self, status: int, failure: str = "", not_shown: Sequence[str] = ()) -> None:
+        """Add the end time, the exit status, which rank failed, and the launcher's lines that were not shown."""
+        self.content |= {"end": _now(), "exit_status": status, "failure": failure or None, "not_shown": list(not_shown)}
         self._write()
         _close_run(_run_dir(self.path), self.content["end"])
 

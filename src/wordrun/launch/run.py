@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from wordrun import ends
 from wordrun.errors import REQUEUE, ConfigError
 from wordrun.files import why
 from wordrun.launch import processes
@@ -58,23 +59,16 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
         stdin = forward(plan, status_dir)
         # Under a launcher, a closed stdin is an empty one, as rank_env.sh gives it to the other ranks.
         inherits = not status_dir or (not stdin and plan.launcher.carries_stdin and sys.stdin is not None)
-        watch, outcome = OomWatch(), Outcome(CANNOT_START)
+        watch, outcome, failure = OomWatch(), Outcome(CANNOT_START), ""
         output = _output(plan, status_dir)
         guardians = None
         if plan.options.elastic:
             guardians = Guardians(plan, kills or Kills(), output, status_dir, record, say)
             env[VARIABLE] = guardians.contact
-        passes = idle or bool(output.pipes or (status_dir and plan.launcher.noise))
+        passes = idle or plan.launcher.in_between
         with _signals() as (arrived, ignored):
             try:
-                child = _start(
-                    plan,
-                    env,
-                    ignored,
-                    stdin=inherits,
-                    stdout=passes,
-                    stderr=passes or plan.ranks.np > 1 or keep_lines,
-                )
+                child = _start(plan, env, ignored, stdin=inherits, stdout=passes, stderr=passes or keep_lines)
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 output.close()
@@ -93,6 +87,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
                 status = status or int(bool(output.lost))
                 say(apart if status == 0 else "", "launch.md#any-torch-script")
                 job.explain(status)
+                failure = job.failure
                 outcome = _outcome(job, status, watch, keep_lines=keep_lines)
             if stdin:
                 missed = stdin.close()
@@ -100,9 +95,10 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
+            ends.take_unfinished(ends.unfinished_prefix(plan.decided.launch_id, ""))
     if record:
         try:
-            record.end(outcome.status, output.folded)
+            record.end(outcome.status, failure, output.folded)
         except OSError as error:
             say(f"cannot complete {record.path}: {why(error)}")
     return outcome
@@ -133,7 +129,8 @@ def _output(plan: LaunchPlan, status_dir: str) -> Output:
     own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
     # Under guardians the other ranks outlive a killed rank 0, which launch reports itself.
     noise = "|".join(filter(None, (launcher.noise, LOST_STORE if options.elastic else "")))
-    output = Output(noise, launcher.own_lines, status_dir if own else "", killed=launcher.killed)
+    pipes = status_dir if own else ""
+    output = Output(noise, launcher.own_lines, pipes, killed=launcher.killed, launch_id=plan.decided.launch_id)
     if output.pipes:
         output.open_pipes(plan.ranks.np)
     return output
@@ -255,4 +252,5 @@ def _watch(job: Supervisor, arrived: int) -> int:
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
     output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)
+    job.look_for_missing()
     return job.status()

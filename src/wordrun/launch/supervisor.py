@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from wordrun import stack_requests
-from wordrun.errors import MARK, REQUEUE, ConfigError, short_lines
+from wordrun import ends, stack_requests
+from wordrun.errors import MARK, REQUEUE, ConfigError, ranges, short_lines
 from wordrun.launch import processes
 from wordrun.launch.elastic import Guardians
 from wordrun.launch.launchers.base import STOPPING
@@ -32,9 +33,12 @@ JOB_PATIENCE_S = 600.0
 FAILURE_PATIENCE_S = 4.0
 # A rank's last lines may arrive this much later than its exit status.
 LAST_LINES_S = 2.0
+# On a file system that other hosts write to, their last reports may appear this much later.
+REPORTS_S = 5.0
 # Processes that outlive the command get this long to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
+EXIT_STATUS_PAGE = "launch.md#exit-status-and-signals"
 
 
 def say(message: str, page: str = "") -> None:
@@ -79,8 +83,10 @@ class Supervisor:
     """When to send SIGUSR1 because the walltime ends, in seconds since 1970."""
     asking: threading.Thread | None = None
     """The thread that asks the scheduler when the walltime ends."""
-    complaint: str = ""
-    """How the first rank failed, for the user."""
+    failure: str = ""
+    """How the first rank failed, or which ranks have not ended by themselves."""
+    incomplete: bool = False
+    """The launcher has returned 0, but there are ranks that have not ended by themselves, or had not finished."""
     last_lines: list[str] = field(default_factory=list)
     """That rank's last lines."""
     listen_until: float = 0.0
@@ -111,15 +117,7 @@ class Supervisor:
             self.guardians.look()
         if self.saved or not self.status_dir:
             return
-        reports = []
-        for entry in os.scandir(self.status_dir):
-            if not entry.name.isdigit():
-                continue  # a pipe
-            with open(entry.path) as file:
-                text = file.read().strip()
-            if text:  # otherwise it is still being written
-                code, _, host = text.partition(" ")
-                reports.append((entry.stat().st_mtime_ns, int(entry.name), int(code), host))
+        reports = self.failure_reports()
         if any(status == REQUEUE for _, _, status, _ in reports):
             self.saved = True  # whatever happens to other ranks as they exit
             self.output.hush()
@@ -127,21 +125,74 @@ class Supervisor:
             return
         if not reports or self.failed:
             return
-        when, rank, status, host = min(reports)
-        self.failed, self.failed_at = (rank, status), when / 1e9
+        when, rank, status, host = min(reports, key=lambda report: (report[2] != 0, report))
+        self.failed, self.failed_at = (rank, status or 1), when / 1e9
         self.output.hush()
-        if self.plan.ranks.np > 1 and not self.stopped_by and not self.idle:
+        on = f" on {host}" if len(self.plan.hosts) > 1 else ""
+        self.failure = "\n".join(filter(None, [f"rank {rank}{on} {_ending(status)}", self.ended_before()]))
+        if (self.plan.ranks.np > 1 or not status) and not self.stopped_by and not self.idle:
             self.patience(FAILURE_PATIENCE_S, self.give_up)
             if status == ConfigError.exit_status and self.runs_wordrun:
                 return  # it has said what is wrong with the options
-            on = f" on {host}" if len(self.plan.hosts) > 1 else ""
-            self.complaint, self.listen_until = f"rank {rank}{on} {_ending(status)}", time.monotonic() + LAST_LINES_S
+            self.listen_until = time.monotonic() + LAST_LINES_S
             self.listen()
-            say(self.complaint, "launch.md#exit-status-and-signals" if status > 128 else "")
+            say(self.failure, "" if 0 < status <= 128 else EXIT_STATUS_PAGE)
+
+    def failure_reports(self) -> list[tuple[int, int, int, str]]:
+        """Return what is reported of ranks that have failed: when [ns], which rank, its exit status and its host."""
+        found = [(time.time_ns(), name, text) for name, text in self.output.reports]
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder
+            for entry in os.scandir(self.status_dir):
+                if entry.name.isdigit():
+                    with open(entry.path) as file:
+                        found.append((entry.stat().st_mtime_ns, entry.name, file.read().strip()))
+        return [(when, int(name), int(text.split()[0]), text.partition(" ")[2])
+                for when, name, text in found if name.isdigit() and text]  # fmt: skip
+
+    def ended(self) -> set[int]:
+        """Return the ranks that have ended with status 0."""
+        told = {int(text) for name, text in self.output.reports if name.startswith(ends.PREFIX)}
+        return told | ends.ended(self.status_dir)
+
+    def ended_before(self) -> str:
+        """Return a line with the ranks that have ended with status 0; empty: none."""
+        before = self.ended() if self.plan.ranks.np > 1 else ()
+        return f"{_named(before)} had ended with exit status 0" if before else ""
+
+    @property
+    def died_of_input(self) -> bool:
+        """Whether SIGPIPE has killed the launcher as it forwarded its input, perhaps when the ranks had ended."""
+        return self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
+
+    def look_for_missing(self) -> None:
+        """Find out, after a launcher that has returned 0, whether all ranks have ended by themselves, with status 0."""
+        plan, guardians = self.plan, self.guardians
+        unfinished = not self.status_dir and ends.take_unfinished(f"{plan.env[ends.UNFINISHED]}-")
+        succeeded = self.returned == 0 or self.died_of_input
+        if not succeeded or self.failed or self.saved or self.stopped_by or self.idle:
+            return
+        if not self.status_dir:
+            self.incomplete, self.failure = unfinished, f"COMMAND {_ending(0)}" if unfinished else ""
+        elif not (guardians and (guardians.succeeded or guardians.uses_mpi)):
+            until = time.monotonic() + (0.0 if plan.job.is_local and len(plan.hosts) == 1 else REPORTS_S)
+            while (missing := {*range(plan.ranks.np)} - self.ended()) and time.monotonic() < until:
+                time.sleep(POLL_S)
+                with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.status_dir):
+                    pass  # a client of NFS lists a folder anew after it has changed it
+                self.look_for_failure()
+                if self.failed or self.saved:
+                    return
+            self.incomplete = bool(missing)
+            how = f"did not end by {'itself' if len(missing) == 1 else 'themselves'}: killed, or without a report"
+            if missing:
+                self.failure = f"{plan.launcher.name} returned {self.returned}, but {_named(missing)} {how}"
+        if self.failure:
+            self.failure = "\n".join(filter(None, [self.failure, self.ended_before()]))
+            say(self.failure, EXIT_STATUS_PAGE)
 
     def listen(self) -> None:
         """Keep the failed rank's last lines, which may arrive after its status."""
-        if self.failed and self.complaint and not self.last_lines and time.monotonic() < self.listen_until:
+        if self.failed and not self.last_lines and time.monotonic() < self.listen_until:
             self.last_lines = lines_of(self.failed[0], self.output.lines_of(self.failed[0]))
 
     def explain(self, status: int) -> None:
@@ -153,7 +204,11 @@ class Supervisor:
         if status and not self.output.quiet:
             pattern = self.plan.launcher.aborted  # such a rank may be ended before it can report
             aborted = next(filter(None, (re.match(pattern, line) for line in folded)), None) if pattern else None
-            say(f"rank {aborted[1]} {_ending(status)}" if aborted else "\n".join(folded))
+            if self.returned and not self.failure:
+                named = f"rank {aborted[1]} {_ending(status)}" if aborted else ""
+                self.failure = "\n".join(filter(None, [named, self.ended_before()]))
+                say(self.failure)
+            say("" if aborted else "\n".join(folded))
         if self.failed and own and own != self.output.tail.lines()[-len(own) :]:
             say("\n".join([f"the last lines of rank {self.failed[0]}:", *(f"  {line}" for line in own)]))
 
@@ -243,7 +298,8 @@ class Supervisor:
         if limit is not None and not self.stopped_by and not self.idle and now - last_output > limit:
             self.idle = True
             self.output.hush()
-            say(f"no output for {limit:g} seconds (--idle-timeout)", "jobs.md#a-hang")
+            ended = self.ended_before()
+            say(f"no output for {limit:g} seconds (--idle-timeout){f'; {ended}' if ended else ''}", "jobs.md#a-hang")
             self.show_stacks()
         elif now > self.deadline:
             self.at_deadline()
@@ -334,13 +390,20 @@ class Supervisor:
             return self.failed[1]
         if self.guardians and self.guardians.succeeded:
             return 0
-        died_of_input = self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
-        if died_of_input and self.status_dir and len(self.plan.hosts) <= 1:
-            return 0  # no rank has reported a failure
+        if self.incomplete:
+            return 1
+        if self.died_of_input:
+            return 0
         return self.returned if self.returned is not None else 1
 
 
+def _named(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
 def _ending(status: int) -> str:
+    if status == 0:
+        return "ended with exit status 0, but wordrun had not finished: os._exit(0), exit(0) in C, or an ignored kill"
     if status > 128:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(status - 128).name} (exit status {status})"

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from wordrun import cgroup
+from wordrun import cgroup, ends
 from wordrun.config import TextConfig
 from wordrun.dist import World
 from wordrun.errors import UserError
@@ -104,7 +104,8 @@ def _blamed(source: Source) -> Iterator[None]:
         PartError: it has raised one.
     """
     try:
-        yield
+        with ends.without_exit():
+            yield
     except Exception as error:
         part = part_of("data", source.data)
         if isinstance(error, UserError) or not part.origin:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from wordrun import compat, dist
+from wordrun import compat, dist, ends
 from wordrun.backend.unused import UnusedError
 from wordrun.config import SEVERAL, Config, TrainConfig, parts_in, value_text
 from wordrun.dist import watch
@@ -85,9 +85,11 @@ def attributed(cfg: Config) -> Iterator[None]:
 
     Raises:
         PartError: an exception that is not a UserError was raised in the code of such a part.
+        RuntimeError: other code has called sys.exit(0).
     """
     try:
-        yield
+        with ends.without_exit():
+            yield
     except Exception as error:
         if isinstance(error, UserError) or (part := _raised_by(error, cfg)) is None:
             raise

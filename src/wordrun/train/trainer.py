@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from wordrun import backend, dist, log
+from wordrun import backend, dist, ends, log
 from wordrun.backend.precision import settled_dtype
 from wordrun.checks import accumulation, check
 from wordrun.config import Config
@@ -158,6 +158,7 @@ class Trainer(Training):
         written = on_disk if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
 
+    @ends.unfinished()
     def train(self) -> Summary:
         """Train to the end and return the result; every rank must call this.
 

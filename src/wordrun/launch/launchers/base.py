@@ -136,7 +136,7 @@ class Launcher:
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables that this launcher needs, with their reasons."""
-        why = "a failing rank leaves its exit status here"
+        why = "here it is reported how each rank ends"
         return {"WORDRUN_LAUNCHER_PATH": (self.path, ""), "WORDRUN_STATUS_DIR": (request.decided.status_dir, why)}
 
     def hosts_text(self, request: Request) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+from wordrun.ends import UNFINISHED
 from wordrun.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
@@ -47,7 +48,11 @@ class Local(Launcher):
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
-        return {name: (value, "") for name, value in ours.items()}
+        unfinished = (
+            f"{request.decided.status_dir}-0",
+            "a process of wordrun has a file of this name until it has finished",
+        )
+        return {**{name: (value, "") for name, value in ours.items()}, UNFINISHED: unfinished}
 
     def keeps_terminal(self) -> bool:
         """Return whether launch's own input is a terminal."""
