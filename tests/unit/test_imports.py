@@ -27,7 +27,7 @@ MODULES = sorted(
 # <- train <- cli, and log <- launch <- cli.
 BASE = {
     "version", "errors", "synonyms", "files", "stack_requests", "cgroup", "interrupts", "slurm", "ports", "run_id",
-    "log",
+    "listener", "log",
 }  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
@@ -50,6 +50,7 @@ MAY_USE: dict[str, set[str]] = {
     "slurm": {"errors"},
     "ports": set(),
     "run_id": set(),
+    "listener": set(),
     "log": {"errors"},
     "project": {"errors"},
     "option_types": set(),

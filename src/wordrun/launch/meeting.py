@@ -19,8 +19,8 @@ from wordrun.launch.plan import LaunchPlan
 FIRST_S, TORCH_S, LATER_S, DENSE_S = 0.05, 0.01, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
 # Once ranks have a library that may connect them, each of this many samples after their sockets have changed reads the
-# kernel's table of connections, which takes milliseconds. So does one after this many, because a socket may connect late,
-# or a rank may load another library.
+# kernel's table of connections, which takes milliseconds. So does one after this many, because a socket may connect
+# late, or a rank may load another library.
 CHANGING, DUE = 6, 10
 # Reading /proc may block for a process that is stuck in the kernel.
 PATIENCE_S = 2.0
