@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import selectors
 import socket
 import sys
 import time
@@ -14,9 +17,12 @@ from wordrun.dist import mpi
 from wordrun.dist.device import hidden, torch_build
 from wordrun.dist.world import World, discover
 from wordrun.errors import UserError
+from wordrun.listener import Listener, UnfitError
 
 MEETING_S = 20.0
 BACK_S = 3.0
+# The port at which a rank listens, if it does, its number, and its host.
+HELLO, LAST_PORT = re.compile(rb"(\d{1,5}) (\d{1,9}) (\S+)\n"), 65535
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -119,22 +125,37 @@ def meet(world: World, address: str, port: int) -> tuple[str, list[str]]:
 
 
 def _serve(others: int, port: int, end: float) -> tuple[str, list[str]]:
+    arrived: set[int] = set()
     unreached: list[str] = []
-    try:
-        with socket.create_server(("", port), backlog=others) as server:
-            for arrived in range(others):
-                server.settimeout(max(0.1, end - time.monotonic()))
+
+    def admit(connection: socket.socket, line: bytes) -> None:
+        said = HELLO.fullmatch(line)
+        if said is None or int(said[2]) in {0, *arrived} or int(said[2]) > others or int(said[1]) > LAST_PORT:
+            raise UnfitError
+        back, rank, host = int(said[1]), int(said[2]), said[3].decode(errors="replace")
+        arrived.add(rank)
+        with connection, contextlib.suppress(OSError):  # it may have been closed
+            caller = connection.getpeername()[0]
+            if back:
                 try:
-                    connection, (caller, *_) = server.accept()
-                except TimeoutError:
-                    return f"only {arrived} of {others} other ranks reached port {port} in {MEETING_S:g} s", unreached
-                with connection, connection.makefile() as words:
-                    back, rank, host = words.readline().split()
-                    if back != "0":
-                        try:
-                            socket.create_connection((caller, int(back)), timeout=BACK_S).close()
-                        except OSError as error:
-                            unreached.append(f"rank {rank} on {host} ({caller} port {back}): {error}")
+                    socket.create_connection((caller, back), timeout=BACK_S).close()
+                except OSError as error:
+                    unreached.append(f"rank {rank} on {host} ({caller} port {back}): {error}")
+
+    try:
+        with (
+            selectors.DefaultSelector() as selector,
+            contextlib.closing(Listener("", selector, admit, port=port)) as at,
+        ):
+            while len(arrived) < others:
+                if time.monotonic() > end:
+                    return (
+                        f"only {len(arrived)} of {others} other ranks reached port {port} in {MEETING_S:g} s",
+                        unreached,
+                    )
+                for key, _ in selector.select(0.5):
+                    key.data()
+                at.look()
     except OSError as error:
         return f"cannot listen at port {port}: {error}", unreached
     return "", unreached

@@ -281,3 +281,77 @@ def test_nobody_else_can_connect(start: Start) -> None:
     assert os.path.exists(f"/proc/{rank}")
     Path("end").touch()
     assert process.wait(timeout=60) == 0
+
+
+# What strangers do to the port at which launch waits for guardians, which rank 0 knows from its guardian's variables.
+STRANGERS = r"""
+import os, random, resource, socket, sys, time
+
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+found = open(f"/proc/{os.getppid()}/environ", "rb").read().split(b"WORDRUN_GUARDIAN_TOKEN=")[1].split(b"\0")[0]
+address, port, secret = found.decode().split()
+hello = '{"secret": "%s", "node": %s, "host": "x"}'
+known = [
+    '{"secret":"\\u00e9","node":0}', '{"secret":"\\ud800","node":0}', "[" * 60_000, '{"a":' * 60_000, "[1, 2]", "7",
+    "null", '"text"', "9" * 10_000, "NaN", "1e999", "{}", '{"secret": ["x"], "node": {}}',
+    hello % ("x", 0), hello % ("x", -1),
+    hello % (secret, 2), hello % (secret, -1), hello % (secret, "9" * 4000),
+    hello % (secret, "NaN"), hello % (secret, "0.0"),
+    hello % (secret, "true"), hello % (secret, "[0]"), hello % (secret, 0),
+    '{"secret": "%s", "node": 0}' % secret, '{"secret": "%s", "node": 0, "host": 1}' % secret,
+    "GET / HTTP/1.1\r\nHost: x\r\n\r", hello % (secret, 0) + "\n" + hello % (secret, 0),
+]
+draw = random.Random(0)
+messages = [each.encode() + end for each in known for end in (b"\n", b"")]
+messages += [b"\0" * 100, b"\xff\xfe{\0}\0\n", b"\xed\xa0\x80\n", b"x" * 1_000_000]
+held, failed = [], []
+
+def connect():
+    try:
+        return socket.create_connection((address, int(port)), timeout=60)
+    except OSError:
+        failed.append(1)
+
+def stranger(message, keep):
+    peer = connect()
+    try:
+        if peer is not None:
+            peer.sendall(message)
+            if keep:
+                return held.append(peer)
+            if draw.random() < 0.1:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+    except OSError:
+        pass
+    if peer is not None:
+        peer.close()
+
+if os.environ["RANK"] == "0":
+    for count in range(10_000):
+        if count < 2 * len(messages):
+            stranger(messages[count // 2], count % 2)
+        else:
+            stranger(draw.randbytes(draw.randrange(200)) + draw.choice([b"", b"\n"]), draw.random() < 0.1)
+    held += [connect() for _ in range(1000)]
+    with open("new", "w") as file:
+        file.write(str(11_000 - len(failed)))
+    os.rename("new", "done")
+while not os.path.exists("done"):
+    time.sleep(0.05)
+sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
+"""
+
+
+@pytest.mark.parametrize(("status", "files"), [(0, 4096), (3, 60)], ids=["success", "failure, few files"])
+def test_strangers_end_nothing(command: Command, tmp_path: Path, status: int, files: int) -> None:
+    """Whatever arrives at the port for guardians; also if so many come that launch can open no more files."""
+    (tmp_path / "strangers.py").write_text(STRANGERS)
+    launch = f'ulimit -Sn {files}; exec "$@"'
+    done = command("sh", "-c", launch, "sh", *ELASTIC, "-n", "2", "python", "strangers.py", str(status))
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the guardian" not in done.stderr
+    assert int((tmp_path / "done").read_text()) > 10_500
+    if status:
+        assert "rank 1 ended with exit status 3" in done.stderr

@@ -52,6 +52,9 @@ print(f"rank {os.environ['RANK']} finished", flush=True)
 """
 MPI = "import time; from mpi4py import MPI; time.sleep(1)"
 APART = "launch: the 2 ranks never connected to each other, so COMMAND ran 2 times, separately"
+BY_MPI = (
+    "launch: the 2 ranks never connected to each other: unless COMMAND exchanges data by MPI itself, it ran 2 times"
+)
 
 
 @pytest.mark.parametrize(
@@ -60,19 +63,42 @@ APART = "launch: the 2 ranks never connected to each other, so COMMAND ran 2 tim
         ("hydra", ["hostname"], ""),
         ("hydra", [sys.executable, "-c", "import torch, time; time.sleep(1)"], f"{APART}. To work together"),
         ("hydra", [sys.executable, "-c", MPI], ""),
+        ("hydra", [sys.executable, "-c", f"import torch; {MPI}"], BY_MPI),
         ("torchrun", [sys.executable, "-c", MPI], f"{APART}: each was rank 0 of 1 for its MPI library"),
     ],
-    ids=["no library", "torch apart", "MPI", "MPI under torchrun"],
+    ids=["no library", "torch apart", "MPI", "torch and MPI", "MPI under torchrun"],
 )
 def test_separate_runs_that_look_like_one_are_named(
     command: Command, launcher: str, words: list[str], line: str
 ) -> None:
     done = command(LAUNCH, "-n", "2", "--launcher", launcher, *words)
     assert done.returncode == 0, done.stderr
-    assert (APART in done.stderr) == bool(line)
+    assert ("never connected" in done.stderr) == bool(line)
     assert line in done.stderr
     warned = "with torchrun (each rank of an MPI program is rank 0 of 1)\n" in done.stderr
     assert warned == (launcher == "torchrun")
+
+
+# Lightning finds its ranks through MPI, and on CPUs uses one device if nobody says how many.
+LIGHTNING = """
+import sys, time
+import lightning
+found = getattr(lightning, sys.argv[1])(accelerator="cpu")
+found.strategy.setup_environment()
+found.strategy.barrier()
+time.sleep(1)
+sys.stdout.write(f"{found.global_rank} of {found.world_size}\\n")
+"""
+
+
+@pytest.mark.parametrize(("given", "joined"), [("Fabric", False), ("Trainer", True)])
+def test_lightning_without_devices(tmp_path: Path, given: str, joined: bool) -> None:
+    pytest.importorskip("lightning")
+    run = launch(tmp_path, "-n", "2", "python", script(tmp_path, LIGHTNING), given)
+    assert run.returncode == 0, run.stderr
+    found = sorted(re.findall(r"^\d of \d$", run.stdout, re.MULTILINE))
+    assert found == (["0 of 2", "1 of 2"] if joined else ["0 of 1"] * 2)
+    assert (BY_MPI in run.stderr) != joined
 
 
 def test_a_dry_run_with_torchrun_says_that_mpi_programs_see_one_rank(command: Command) -> None:

@@ -27,7 +27,7 @@ MODULES = sorted(
 # <- train <- cli, and log <- launch <- cli.
 BASE = {
     "version", "errors", "synonyms", "files", "ends", "stack_requests", "cgroup", "interrupts", "slurm", "ports",
-    "run_id", "log",
+    "run_id", "listener", "log",
 }  # fmt: skip
 CONFIG = BASE | {
     "dist", "project", "registry", "sections", "config", "config_images", "validation", "ds_config", "layouts",
@@ -51,6 +51,7 @@ MAY_USE: dict[str, set[str]] = {
     "slurm": {"errors"},
     "ports": set(),
     "run_id": set(),
+    "listener": set(),
     "log": {"errors"},
     "project": {"errors"},
     "option_types": set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -284,8 +285,13 @@ def test_ranks_that_meet_and_one_that_cannot_be_reached() -> None:
         served = pool.submit(probe.meet, worlds[0], "127.0.0.1", port)
         with socket.create_server(("", 0)) as closed:
             nobody = closed.getsockname()[1]
+        for said in (b"", b"\n", b"0 0 n\n", b"0 4 n\n", b"0 -1 n\n", b"65536 1 n\n", b"\xff\0\n", b"x" * 60_000):
+            with connected(port) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(1) == b""
         for rank, back in ((1, 0), (2, nobody), (3, 0)):
-            with connected(port) as caller:
+            with connected(port), connected(port) as caller:  # the first one is silent
                 caller.sendall(f"{back} {rank} n{rank}\n".encode())
                 assert caller.recv(1) == b""
         problem, (unreached,) = served.result()

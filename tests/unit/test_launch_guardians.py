@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wordrun import listener
 from wordrun.errors import ConfigError
 from wordrun.launch import answers, elastic, guardian, nodes, program as imported_before
 from wordrun.launch.elastic import Guardians
@@ -23,7 +24,8 @@ from wordrun.launch.parser import parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import make_plan
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.launch.wire import VARIABLE, Link
+from wordrun.launch.wire import VARIABLE, Link, message_in
+from wordrun.listener import UnfitError
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -162,7 +164,8 @@ class Head:
         self.hear("go")
 
     def exits(self, rank: int, status: int) -> None:
-        self.say(rank // 2, "exit", rank=rank, pid=100 + rank, status=status, memory="", mpi=False)
+        facts = {"status": status, "memory": "", "mpi": False, "stopped": False}
+        self.say(rank // 2, "exit", rank=rank, pid=100 + rank, **facts)
 
     def reports(self) -> dict[str, str]:
         return {path.name: path.read_text() for path in self.folder.iterdir()}
@@ -343,6 +346,32 @@ def test_a_guardian_that_imports_has_more_time_than_one_that_has_not_connected(
     assert found.late({0, 1, 2}) == (2, 0.0)
 
 
+def test_silent_strangers_do_not_keep_guardians_out(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "PATIENCE_S", 0.1)
+    address, port, _ = head.head.contact.split()
+    silent = [socket.create_connection((address, int(port))) for _ in range(300)]
+    head.start()
+    while len(head.output.selector.get_map()) > 3:  # the port and two guardians
+        for key, _ in head.output.selector.select(0.05):
+            key.data()
+        head.head.look()
+    for each in silent:
+        each.settimeout(60)
+        assert each.recv(1) == b""
+        each.close()
+
+
+def test_a_guardian_that_says_something_else_is_named(head: Head) -> None:
+    head.start()
+    head.say(1, "exit", rank=4, pid=1, status=0, memory="", mpi=False, stopped=False)
+    while not head.said:
+        for key, _ in head.output.selector.select(0.05):
+            key.data()
+    (said,) = head.said
+    assert said.startswith('the guardian on node1 has sent {"event": "exit", "rank": 4,')
+    assert head.head.lost == "the guardian on node1"
+
+
 def test_guardians_of_one_host_are_told_apart(head: Head) -> None:
     """Or the second one of them to be lost at a step would seem to be lost twice."""
     for node in range(2):
@@ -385,8 +414,9 @@ def test_messages_arrive_whole() -> None:
         assert link.receive() == [{"a": 1}]
         theirs.sendall(b": 2}\n")
         assert link.receive() == [{"b": 2}]
-        theirs.sendall(b"GET / HTTP/1.1\n")
-        assert link.receive() is None
+        for other in (b"GET / HTTP/1.1", b"[" * 60_000, b"[1]", b"\xff", b"\x00", b"9" * 5000, b'"\\ud800"'):
+            with pytest.raises(UnfitError):
+                message_in(other)
         link.close()
 
 

@@ -148,6 +148,8 @@ def test_environment_of_two_ranks() -> None:
         "MPIR_CVAR_NO_COLLECTIVE_FINALIZE": "1",
         "OMPI_MCA_async_mpi_finalize": "1",
         "ACCELERATE_USE_CPU": "true",
+        "PL_TRAINER_DEVICES": "2",
+        "PL_TRAINER_NUM_NODES": "1",
     }
 
 
@@ -160,6 +162,7 @@ def test_daemons_on_another_host_are_not_sent_to_loopback() -> None:
 
 
 def test_what_the_user_exported_is_kept() -> None:
+    assert "PL_TRAINER_NUM_NODES" not in plan("hydra", env={"PL_TRAINER_DEVICES": "1"}).env
     env = {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "", "GLOO_SOCKET_IFNAME": "eth0"}
     found = plan("hydra", env=env)
     assert not set(env) & set(found.env)

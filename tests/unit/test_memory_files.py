@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -175,6 +177,12 @@ def test_ranks_fetch_files_of_each_other_and_nobody_else_does(tmp_path: Path) ->
     (tmp_path / "served" / NAME / "file").write_bytes(content)
     (tmp_path / "served" / "secret").write_text("no")
     peers, stranger = (Peers(tmp_path / "served", World(), secret) for secret in ("ab12", "cd34"))
+    others = [socket.create_connection(peers.address) for _ in range(300)]
+    for other, said in zip(
+        others, (b"\xff\n", b"\0" * 2000, b"[" * 60_000, b"ab12 a/b\nab12 a/b\n", "é é/é\n".encode()), strict=False
+    ):
+        with contextlib.suppress(OSError):
+            other.sendall(said)
     try:
         peers.fetch(peers.address, f"{NAME}/file", tmp_path / "copy")
         assert (tmp_path / "copy").read_bytes() == content
@@ -186,6 +194,8 @@ def test_ranks_fetch_files_of_each_other_and_nobody_else_does(tmp_path: Path) ->
     finally:
         peers.close()
         stranger.close()
+        for other in others:
+            other.close()
     with pytest.raises(OSError, match=r"refused|reset|closed"):
         stranger.fetch(peers.address, f"{NAME}/file", tmp_path / "none")
     assert sorted(os.listdir(tmp_path)) == ["copy", "served"]

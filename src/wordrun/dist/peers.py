@@ -7,9 +7,9 @@ GPUs they would wait for the device.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import re
+import selectors
 import socket
 import threading
 from collections.abc import Sequence
@@ -18,14 +18,16 @@ from typing import Any
 
 from wordrun.dist.setup import shared_store
 from wordrun.dist.world import World
+from wordrun.listener import Listener, UnfitError, is_secret
 
 # Either side waits at most this long [s] for the other's next bytes.
 SILENCE_S = 60
-REQUEST = re.compile(r"([0-9a-f]+) (\w[\w.-]*/\w[\w.-]*)\n")
+REQUEST = re.compile(rb"([0-9a-f]+) (\w[\w.-]*/\w[\w.-]*)\n")
 LENGTH = 8
 # Bytes received before they are written: they stay in the processor's cache.
 BUFFER = 2**20
-LONGEST_REQUEST = 1024
+# Between looks at connections that say nothing, and at whether to go on [s].
+LOOK_S = 0.2
 
 
 class PeerError(OSError):
@@ -42,16 +44,17 @@ class Peers:
     def __init__(self, folder: Path, world: World, secret: str) -> None:
         self.folder, self.secret = folder, secret
         family, own, name = _address(world)
-        self._server = socket.create_server((own, 0), family=family)
-        self.address = name, self._server.getsockname()[1]
+        self._selector, self._ended = selectors.DefaultSelector(), threading.Event()
+        self._listener = Listener(own, self._selector, self._answer, family)
+        self.address = name, self._listener.port
         """Where other ranks reach this one."""
-        threading.Thread(target=self._serve, name="peers", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="peers", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop serving."""
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._server.close()
+        self._ended.set()
+        self._thread.join()
 
     def fetch(self, address: Sequence[Any], name: str, into: Path) -> None:
         """Copy the file ``name`` of the rank at ``address`` to ``into``, which appears when it is complete.
@@ -76,22 +79,24 @@ class Peers:
                 raise
 
     def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._server.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(peer,), name="peers", daemon=True).start()
+        while not self._ended.is_set():
+            for key, _ in self._selector.select(LOOK_S):
+                key.data()
+            self._listener.look()
+        self._listener.close()
+        self._selector.close()
 
-    def _answer(self, peer: socket.socket) -> None:
+    def _answer(self, peer: socket.socket, line: bytes) -> None:
+        asked = REQUEST.fullmatch(line)
+        if asked is None or not is_secret(asked[1].decode(), self.secret):
+            raise UnfitError
+        threading.Thread(target=self._send, args=(peer, asked[2].decode()), name="peers", daemon=True).start()
+
+    def _send(self, peer: socket.socket, name: str) -> None:
         with contextlib.suppress(OSError), peer:
             peer.settimeout(SILENCE_S)
-            with peer.makefile("rb") as lines:
-                asked = REQUEST.fullmatch(lines.readline(LONGEST_REQUEST).decode(errors="replace"))
-            if asked is None or not hmac.compare_digest(asked[1], self.secret):
-                return
             try:
-                file = (self.folder / asked[2]).open("rb")
+                file = (self.folder / name).open("rb")
             except OSError:
                 peer.sendall(bytes(LENGTH))
                 return

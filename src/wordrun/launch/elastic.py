@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import socket
 import time
@@ -29,10 +30,13 @@ from wordrun.launch.nodes import Nodes, own_address
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
-from wordrun.launch.wire import Link, Listener
+from wordrun.launch.wire import Link, check, message_in
+from wordrun.listener import Listener, UnfitError, is_secret
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
+# A guardian that takes no messages for this long [s] is gone.
+SEND_S = 5.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """The answer that all guardians have to give before the next state, by state."""
 
@@ -74,8 +78,9 @@ class Guardians:
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.plan)
         self._answers = Answers(self.nodes.count)
-        self._listener = Listener(own_address(self.plan), self.nodes.count, self.output.selector, self._admit)
-        self.contact = self._listener.contact
+        self._secret, address = secrets.token_hex(16), own_address(self.plan)
+        self._listener = Listener(address, self.output.selector, self._admit)
+        self.contact = f"{address} {self._listener.port} {self._secret}"
         """What a guardian needs to know."""
 
     def signal(self, number: int) -> bool:
@@ -86,6 +91,7 @@ class Guardians:
 
     def look(self) -> None:
         """Act on deadlines that have passed."""
+        self._listener.look()
         now = time.monotonic()
         if now > self._decide_at and not self.stopping and self.nodes.port_taken(self.output.tail.lines()):
             self.say(f"port {self.nodes.port} was taken in the meantime: restarting the ranks with another port")
@@ -137,10 +143,17 @@ class Guardians:
         several = [*self._hosts.values()].count(host) > 1  # a list of hosts may name one of them twice
         return f"the guardian on {host}" + f" (node {node})" * several
 
-    def _admit(self, link: Link, hello: dict[str, Any]) -> None:
+    def _admit(self, connection: socket.socket, line: bytes) -> None:
         """Tell a guardian what it will run."""
-        node = hello["node"]
-        self._links[node], self._hosts[node] = link, short(str(hello["host"]))
+        hello = message_in(line)
+        node, host = hello.get("node"), hello.get("host")
+        if not (is_secret(hello.get("secret"), self._secret) and type(node) is int and isinstance(host, str)):
+            raise UnfitError
+        if node in self._links or node not in range(self.nodes.count):
+            raise UnfitError
+        connection.settimeout(SEND_S)
+        link = Link(connection)
+        self._links[node], self._hosts[node] = link, short(host)
         self.output.selector.register(link.socket, selectors.EVENT_READ, partial(self._hear, node))
         if self.stopping:
             link.send(do="leave")
@@ -152,7 +165,13 @@ class Guardians:
         link = self._links.get(node)
         if link is None:
             return  # another guardian has been lost at the same moment, and all connections are closed
-        messages = link.receive()
+        try:
+            messages = link.receive()
+            for message in messages or ():
+                check(message, self.plan.ranks.np)
+        except UnfitError as error:
+            self._lose(node, f"has sent {error}")
+            return
         if messages is None:
             if self.state != "leaving":
                 self._lose(node, "has ended")

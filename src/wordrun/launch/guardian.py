@@ -28,6 +28,7 @@ from wordrun.launch.oom import OomWatch
 from wordrun.launch.plan import OWN, is_stale
 from wordrun.launch.stdin import pipe_of
 from wordrun.launch.wire import VARIABLE, Link
+from wordrun.listener import UnfitError
 
 CONNECT_S = 60.0
 # A rank that a signal has stopped is killed after this long [s], since the others wait for it.
@@ -80,9 +81,12 @@ class Guardian:
                     os.read(self._wakeup, 4096)
                 self._reap()
             self._kill_stopped()
-            messages = self.link.receive() if self.link.socket.fileno() in ready else []
+            try:
+                messages = self.link.receive() if self.link.socket.fileno() in ready else []
+            except UnfitError:
+                messages = None
             for message in messages if messages is not None else [CLOSED]:
-                action = message["do"]
+                action = message.get("do")
                 if action == "setup":
                     self.setup = message
                     program.import_before(message)

@@ -14,12 +14,14 @@ from wordrun.files import read_proc
 from wordrun.launch import processes
 from wordrun.launch.plan import LaunchPlan
 
-# Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense.
-FIRST_S, LATER_S, DENSE_S = 0.05, 2.0, 30.0
+# Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense, and
+# denser once a rank has loaded torch.
+FIRST_S, TORCH_S, LATER_S, DENSE_S = 0.05, 0.01, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
 # Once ranks have a library that may connect them, each of this many samples after their sockets have changed reads the
-# kernel's table of connections, which takes milliseconds. Every tenth always does, because a socket may connect late.
-CHANGING = 6
+# kernel's table of connections, which takes milliseconds. So does one after this many, because a socket may connect
+# late, or a rank may load another library.
+CHANGING, DUE = 6, 10
 # Reading /proc may block for a process that is stuck in the kernel.
 PATIENCE_S = 2.0
 # States of a connection in /proc/net/tcp.
@@ -50,6 +52,8 @@ class Meeting:
     _listened: bool = False
     """A rank has waited for connections, so it may have met others between two samples."""
     _samples: int = 0
+    _due: int = 0
+    """The sample that reads the libraries and the connections, at the latest."""
     _inodes: frozenset[str] = frozenset()
     """Sockets of the processes in the last sample."""
     _changed: int = 0
@@ -72,23 +76,25 @@ class Meeting:
         if self._watcher.is_alive():
             return ""
         mpi = {name for name in self.libraries if name.startswith("libmpi")}
-        if (
-            self.met
-            or not self.libraries
-            or self._was_connected()
-            or (self._has_started(mpi) if mpi else self._listened)
-        ):
+        is_started = self._has_started(mpi)
+        if self.met or not self.libraries or self._was_connected():
+            return ""
+        if (is_started and not self._uses_torch) or (self._listened and not mpi):
             return ""
         np, launcher = self.plan.ranks.np, self.plan.launcher.name
-        apart = f"the {np} ranks never connected to each other, so COMMAND ran {np} times, separately"
-        if mpi:
-            return (
-                f"{apart}: each was rank 0 of 1 for its MPI library, which {launcher} does not start (launch --doctor)"
+        said, times = f"the {np} ranks never connected to each other", f"ran {np} times, separately"
+        if is_started:  # its messages leave no trace, and some frameworks load it without using it
+            said += f": unless COMMAND exchanges data by MPI itself, it {times}"
+        else:
+            said += f", so COMMAND {times}"
+        if mpi and not is_started:
+            said += f": each was rank 0 of 1 for its MPI library, which {launcher} does not start (launch --doctor)"
+        if self._uses_torch:
+            said += (
+                ". To work together, they have to join a process group: init_process_group() in torch, cpu=True in "
+                "Accelerate on CPUs, devices=N and num_nodes=N in Lightning"
             )
-        return (
-            f"{apart}. To work together, they have to join a process group: init_process_group() in torch, cpu=True in "
-            "Accelerate on CPUs, devices=N and num_nodes=N in Lightning"
-        )
+        return said
 
     def _watch(self) -> None:
         begun, pause = time.monotonic(), FIRST_S
@@ -97,25 +103,29 @@ class Meeting:
             before = time.thread_time()
             self.sample()
             took = time.thread_time() - before
-            pause = max(FIRST_S if time.monotonic() - begun < DENSE_S else LATER_S, 4 * took)
+            first = TORCH_S if self._uses_torch else FIRST_S
+            pause = max(
+                first if time.monotonic() - begun < DENSE_S else LATER_S, took if self._is_changing else 4 * took
+            )
 
     def sample(self) -> None:
         """Look at the ranks' libraries and connections."""
         owners: dict[str, str] = {}
+        is_due = self._samples >= self._due
+        if is_due:
+            self._due = self._samples + DUE * (5 if self._uses_torch else 1)
         for pid, rank in self._processes():
-            if rank and not (self.libraries and self._samples % 10):  # reading all maps takes milliseconds
+            if rank and (is_due or not self.libraries):  # reading all maps takes milliseconds
                 maps = read_proc(f"/proc/{pid}/maps")
                 self.libraries |= {*LIBRARIES.findall(maps)}
             for inode in sockets(pid):
                 # A rank inherits sockets of the launcher, whose processes come first.
                 owners.setdefault(inode, rank)
         if owners.keys() != self._inodes:
-            self._inodes, self._changed = frozenset(owners), self._samples
-        is_changing = bool(self.libraries) and self._samples - self._changed < CHANGING
-        is_due = is_changing or self._samples % 10 == 0
+            self._inodes, self._changed, self._due = frozenset(owners), self._samples, self._samples
         found = [
             (owners[inode], state, here, there)
-            for state, here, there, inode in (connections() if is_due else ())
+            for state, here, there, inode in (connections() if self._is_changing or is_due else ())
             if inode in owners
         ]
         self._samples += 1
@@ -143,8 +153,18 @@ class Meeting:
 
     def _has_started(self, mpi: set[str]) -> bool:
         """Return whether the launcher may have started these libraries: its variables are those that they read."""
+        if not mpi:
+            return False
         is_open = all(name.endswith((".so.20", ".so.40")) for name in mpi)  # Open MPI
         return "PMIX_" in self.variables or ("PMI_" in self.variables and not is_open)
+
+    @property
+    def _is_changing(self) -> bool:
+        return bool(self.libraries) and self._samples - self._changed < CHANGING
+
+    @property
+    def _uses_torch(self) -> bool:
+        return any(name.startswith("libtorch") for name in self.libraries)
 
     @property
     def _port(self) -> int:

@@ -218,6 +218,12 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
             "ACCELERATE_USE_CPU",
             ("true", "no devices: without it, each rank of an Accelerate program would train by itself"),
         )
+    lightning = {"DEVICES": request.ranks.layout[0], "NUM_NODES": request.ranks.nodes}
+    given = any(f"PL_TRAINER_{name}" in env for name in lightning)
+    if request.ranks.np > 1 and not request.devices and len({*request.ranks.layout}) == 1 and not given:
+        for name, value in lightning.items():
+            why = "no devices: a Trainer of Lightning that leaves it out would train by itself on each rank"
+            yield f"PL_TRAINER_{name}", (str(value), why)
     if decided.terminal and (launcher.in_between or watched):
         yield "WORDRUN_TERMINAL", (decided.terminal, "ranks cannot see the terminal that launch writes to")
     if decided.own_bin not in env.get("PATH", "").split(os.pathsep):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
-import selectors
 import socket
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
+
+from wordrun.listener import UnfitError
 
 VARIABLE = "WORDRUN_GUARDIAN_TOKEN"
 """Tells guardians where ``launch`` listens, and the secret that they must know: ADDRESS PORT SECRET."""
@@ -18,6 +16,15 @@ VARIABLE = "WORDRUN_GUARDIAN_TOKEN"
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 # Nobody sends longer lines: a command line has at most 2 MB.
 LONGEST = 8_000_000
+# Characters of a message that is not one, in an error.
+SHOWN = 80
+FACTS: Mapping[str, Mapping[str, type]] = {
+    "ready": {"port": int},
+    "started": {"pids": dict},
+    "exit": {"rank": int, "pid": int, "status": int, "memory": str, "mpi": bool, "stopped": bool},
+    "ended": {"port": int},
+}
+"""What a guardian reports, by event."""
 
 
 class Link:
@@ -39,65 +46,53 @@ class Link:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived, after waiting for a part of one; None: the other end is gone."""
+        """Return the messages that have arrived, after waiting for a part of one; None: the other end is gone.
+
+        Raises:
+            UnfitError: something else has arrived.
+        """
         try:
             chunk = self.socket.recv(65536)
         except OSError:
             return None
-        if not chunk or len(self._pending) > LONGEST:
+        if not chunk:
             return None
         *lines, self._pending = (self._pending + chunk).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(each, dict) for each in messages) else None
+        if len(self._pending) > LONGEST:
+            raise UnfitError(f"a line of more than {LONGEST} bytes")
+        return [message_in(line) for line in lines]
 
     def close(self) -> None:
         """Close this end."""
         self.socket.close()
 
 
-class Listener:
-    """Where guardians connect, which have to know a secret.
+def message_in(line: bytes) -> dict[str, Any]:
+    """Return the message in a line.
 
-    Args:
-        address: where to listen.
-        nodes: the number of guardians; each has a number below it.
-        selector: calls this object when something arrives.
-        admit: gets each connection, with the guardian's first message.
+    Raises:
+        UnfitError: there is none.
     """
+    try:
+        message = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise UnfitError(f"{line[:SHOWN]!r}, which is not a JSON object")
+    return message
 
-    def __init__(
-        self, address: str, nodes: int, selector: selectors.BaseSelector, admit: Callable[[Link, dict[str, Any]], None]
-    ) -> None:
-        self._nodes, self._selector, self._admit, self._secret = nodes, selector, admit, secrets.token_hex(16)
-        self._server = socket.create_server((address, 0), backlog=nodes)
-        self._server.setblocking(False)
-        selector.register(self._server, selectors.EVENT_READ, self._accept)
-        self.contact = f"{address} {self._server.getsockname()[1]} {self._secret}"
-        """What a guardian needs to know."""
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._server.accept()
-            connection.settimeout(5)
-            link = Link(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._greet, link))
+def check(message: Mapping[str, Any], np: int) -> None:
+    """Check that a guardian of ``np`` ranks in all may say this.
 
-    def _greet(self, link: Link) -> None:
-        messages = link.receive()
-        if messages == []:
-            return
-        self._selector.unregister(link.socket)
-        hello = messages[0] if messages else {}
-        if hmac.compare_digest(str(hello.get("secret")), self._secret) and hello.get("node") in range(self._nodes):
-            self._admit(link, hello)
-        else:
-            link.close()
-
-    def close(self) -> None:
-        """Stop listening."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._server)
-        self._server.close()
+    Raises:
+        UnfitError: an event that guardians do not report, or one with other facts.
+    """
+    event, ranks = message.get("event"), [message["rank"]] if "rank" in message else []
+    facts = FACTS.get(event) if isinstance(event, str) else None
+    fits = facts is not None and all(type(message.get(name)) is kind for name, kind in facts.items())
+    if fits and event == "started":
+        ranks = [int(rank) if rank.isdecimal() else -1 for rank in message["pids"]]
+        fits = all(type(pid) is int for pid in message["pids"].values())
+    if not fits or not all(rank in range(np) for rank in ranks) or not 0 < message.get("port", 1) < 65536:
+        raise UnfitError(f"{json.dumps(message)[:SHOWN]}, which is none of its messages")
