@@ -98,7 +98,9 @@ class Trainer(Training):
                 with noted(cfg.run_dir, self.world.rank), attributed(cfg):
                     self._build(hooks, closers)
             except BaseException:
-                self.close()
+                # If this rank left the group, the others would fail before it has said why.
+                if not hasattr(self, "world") or self.world.size == 1:
+                    self.close()
                 raise
 
     @watch.phase("start-up", watch.SLOW)
