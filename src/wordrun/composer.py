@@ -196,7 +196,11 @@ def register() -> None:
     Raises:
         ConfigError: parts from outside wordrun cannot be registered.
     """
-    OmegaConf.register_new_resolver("run_id", lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True)
+    # A sweep's config keeps its ID, which all of its points share.
+    for name, is_kept in (("run_id", False), ("sweep_id", True)):
+        OmegaConf.register_new_resolver(
+            name, lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True, use_cache=is_kept
+        )
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
     store = ConfigStore.instance()

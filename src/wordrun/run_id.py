@@ -1,9 +1,20 @@
 """Run IDs."""
 
 import os
+import re
 import time
+from collections.abc import Mapping
 
 
 def new_run_id() -> str:
-    """Return a unique name for a run: the time, and four random hex digits."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    """Return a unique name for a run: the time, four random hex digits and, in a job array, the job and its index."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}{_of_array(os.environ)}"
+
+
+def _of_array(env: Mapping[str, str]) -> str:
+    """Return -JOB_INDEX for a member of a job array, of which thousands may start in the same second; else nothing."""
+    for job, index in (("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), ("PBS_JOBID", "PBS_ARRAY_INDEX")):
+        number = re.match(r"\d+", env.get(job, ""))
+        if number and env.get(index, "").isdecimal():
+            return f"-{number[0]}_{env[index]}"
+    return ""

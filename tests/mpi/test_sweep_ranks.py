@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Start
 
 pytestmark = pytest.mark.forked_programs
 
@@ -32,3 +35,21 @@ def test_each_point_is_a_launch_of_two_ranks(command: Command, tmp_path: Path) -
     values = [row.split()[5] for row in done.stdout.splitlines() if row.split()[1:2] == ["finished"] and "seed" in row]
     assert len(values) == 2
     assert min(map(float, values)) > 0
+
+
+def test_sweeps_that_start_together_have_folders_of_their_own(start: Start, tmp_path: Path) -> None:
+    """Two members of a job array, on one of whose file systems a lock would not help."""
+    sweep = ["wordrun", "-m", *SMALL, "hydra/launcher=wordrun", "train.global_batch_size=2"]
+    array = {"SLURM_ARRAY_JOB_ID": "7", "PATH": os.environ["PATH"]}
+    jobs = [
+        start(*sweep, f"train.seed={2 * n},{2 * n + 1}", env={**os.environ, **array, "SLURM_ARRAY_TASK_ID": str(n)})
+        for n in range(2)
+    ]
+    said = [job.communicate(timeout=170) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    folders = sorted((tmp_path / "outputs" / "sweeps").iterdir(), key=lambda path: path.name[-1])
+    assert [re.sub(r"^\d{8}-\d{6}-[0-9a-f]{4}", "", folder.name) for folder in folders] == ["-7_0", "-7_1"]
+    for n, folder in enumerate(folders):
+        with (folder / "points.csv").open(newline="") as file:
+            rows = [(row["state"], row["overrides"].split()[-1]) for row in csv.DictReader(file)]
+        assert rows == [("done", f"train.seed={2 * n}"), ("done", f"train.seed={2 * n + 1}")]

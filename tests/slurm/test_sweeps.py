@@ -108,3 +108,20 @@ def test_a_job_runs_the_code_of_the_submission(cluster: Cluster, tmp_path: Path)
     codes = [record["code"] for record in records if "code" in record]
     assert [code["folder"] for code in codes] == [str(tmp_path)]
     assert codes[0]["untracked"]
+
+
+def test_members_of_an_array_have_sweeps_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "sweep.sh").write_text(
+        "#!/bin/sh\n#SBATCH --array=0-1 --ntasks=1 --output=%a.out\n"
+        "exec wordrun -m data=sample tracker=jsonl train.max_iters=1 train.eval_iters=1 model.n_layer=1 model.n_head=1 "
+        "model.n_embd=8 model.block_size=8 train.dtype=fp32 train.sample_tokens=0 hydra/launcher=wordrun "
+        "train.seed=1$SLURM_ARRAY_TASK_ID,2$SLURM_ARRAY_TASK_ID\n"
+    )
+    done = cluster.run("sbatch", "--parsable", "--wait", "sweep.sh", timeout=170, PATH=PATH)
+    outs = "\n".join(path.read_text() for path in tmp_path.glob("*.out"))
+    assert done.returncode == 0, outs
+    folders = sorted((tmp_path / "outputs" / "sweeps").iterdir(), key=lambda path: path.name[-1])
+    assert [folder.name.rpartition("-")[2] for folder in folders] == [f"{done.stdout.strip()}_{n}" for n in range(2)]
+    for n, folder in enumerate(folders):
+        rows = (folder / "points.csv").read_text().splitlines()[1:]
+        assert [(row.split(",")[2], row[-2:]) for row in rows] == [("done", f"1{n}"), ("done", f"2{n}")]

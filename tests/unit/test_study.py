@@ -76,7 +76,8 @@ def _second(folder: Path, queue: Any) -> None:
         queue.put(str(error))
 
 
-def test_two_studies_on_one_file_are_refused(tmp_path: Path) -> None:
+def test_two_studies_on_one_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     context = multiprocessing.get_context("spawn")  # locks are per process
     queue = context.Queue()
     with opened(tmp_path):
@@ -84,7 +85,7 @@ def test_two_studies_on_one_file_are_refused(tmp_path: Path) -> None:
         other.start()
         message = queue.get(timeout=60)
         other.join()
-    assert f"--out {tmp_path} is in use by process {os.getpid()} on " in message
+    assert f"--out {tmp_path} is in use by process {os.getpid()} on {os.uname().nodename} (job 7): wait" in message
 
 
 @contextlib.contextmanager

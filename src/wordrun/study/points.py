@@ -124,7 +124,8 @@ class Points:
                 )
             self.rows = self._read()
             self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}" + (f" (job {job})" if job else ""))
             self._lock.flush()
         except BaseException as error:
             with contextlib.suppress(OSError):  # closing tries once more to write

@@ -29,8 +29,8 @@ from wordrun.study.runner import Runner
 USAGE = """\
 Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun` has begun in this folder.
 
-  wordrun sweep outputs/sweeps/20260102-030405        # all of them
-  wordrun sweep outputs/sweeps/20260102-030405 2 3    # some
+  wordrun sweep outputs/sweeps/20260102-030405-abcd        # all of them
+  wordrun sweep outputs/sweeps/20260102-030405-abcd 2 3    # some
 """
 FILE = "sweep.json"
 VERSION = 1
@@ -54,6 +54,8 @@ class Sweep:
     """The metric that is recorded of each point; empty: the runs' train.best_metric."""
     higher: bool = False
     """Whether higher values of it are better."""
+    is_new: bool = False
+    """There was no sweep in the folder."""
 
     def __post_init__(self) -> None:
         self.points: list[Point] = []
@@ -94,7 +96,8 @@ class Sweep:
             raise ConfigError(
                 f"hydra.launcher.resume=true: there is no sweep in {folder}; set its folder with hydra.sweep.dir=DIR"
             )
-        return cls(folder, found.id if found else new_run_id(), list(command), options, table_of(folder))
+        own_id = found.id if found else new_run_id()
+        return cls(folder, own_id, list(command), options, table_of(folder), is_new=not found)
 
     def __enter__(self) -> Sweep:
         """Lock the folder, and read the points.
@@ -141,7 +144,14 @@ class Sweep:
         """
         facts = {"id": self.id, "command": self.command, "options": asdict(self.options)}
         try:
+            if self.is_new:  # where the file system has no locks, another process may begin one at this moment
+                os.close(os.open(self.dir / FILE, os.O_CREAT | os.O_EXCL, 0o666))
+                self.is_new = False
             replace_file(self.dir / FILE, json.dumps(facts, indent=2) + "\n")
+        except FileExistsError:
+            raise ConfigError(
+                f"hydra.sweep.dir={self.dir}: another process has begun a sweep there: choose another folder"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"cannot write {self.dir / FILE}: {error.strerror}; choose another folder with hydra.sweep.dir=DIR"
