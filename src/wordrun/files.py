@@ -1,9 +1,12 @@
-"""Atomic writes: a reader sees either the old file or the complete new one. Who uses a run directory."""
+"""Writes that are complete or have not happened, and readers that expect anything. Who uses a run directory."""
 
+import contextlib
 import errno
 import fcntl
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 LATEST = "outputs/latest"
 """A link to the directory of the newest run in the working directory."""
@@ -38,18 +41,65 @@ def read_proc(path: str) -> str:
         return ""
 
 
-def replace(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically: a concurrent reader finds the old text or the new one.
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in ``file``; empty if there is none that can be read."""
+    try:
+        # As bytes, which may be UTF-16 or begin with a mark. Reading a pipe would never end.
+        content = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
-    Writes a temporary file beside it and renames that, so that a killed process leaves no partial file.
+
+def write(path: Path, text: str | bytes) -> None:
+    """Write a file and sync it to disk."""
+    with path.open("wb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # not supported by some parallel file systems
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def replace(path: Path, text: str | bytes) -> None:
+    """Write ``text`` to ``path`` atomically: a reader finds the old text or the new one, also after a power failure.
+
+    Writes a temporary file beside it, syncs that, and renames it, so that a killed process leaves no partial file.
     """
     new = path.with_name(f".{path.name}.{_writer()}")
     try:
-        new.write_text(text, encoding="utf-8")
+        write(new, text)
         new.replace(path)
     except OSError:  # a part of it would keep a full disk full
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            new.unlink()
         raise
+    sync_folder(path.parent)
+
+
+def set_aside(path: Path, hidden: str = "") -> Path:
+    """Rename ``path`` to the first of NAME.broken, NAME.broken-2, ... that is free, and return that.
+
+    Args:
+        path: a file, a link or a folder.
+        hidden: an ending instead of broken, for a name with a point before it.
+    """
+    name = f".{path.name.lstrip('.')}.{hidden}" if hidden else f"{path.name}.broken"
+    number, new = 1, path.with_name(name)
+    while os.path.lexists(new):
+        number += 1
+        new = path.with_name(f"{name}-{number}")
+    path.rename(new)
+    return new
 
 
 def point(link: Path, target: Path | str) -> None:

@@ -86,6 +86,7 @@ def save_run() -> SaveRun:
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(8) if p.dim() > 1 else p.add_(torch.linspace(-0.3, 0.3, len(p)))
+        run.mkdir(parents=True, exist_ok=True)
         draft = folders.Draft(run, step)
         draft.begin(tokenizer.to_json())
         own = [shards.shard_of(f"model.{name}", p) for name, p in model.weights()]

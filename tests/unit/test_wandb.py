@@ -233,15 +233,19 @@ def test_steps_do_not_wait_for_wandb_and_it_gets_them_all(
     assert "loss" in history[0]
 
 
-def test_a_failure_to_start_is_one_line_and_the_run_continues(small: Words, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/wandb").write_text("in the way")
+def test_a_failure_to_start_is_one_line_and_the_run_continues(
+    small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise FileExistsError(17, "File exists", f"{tmp_path}/run/wandb")
+
+    monkeypatch.setattr(wandb, "init", fails)
     words = [word for word in small() if word != "tracker=jsonl"]
     settings = ["tracker=wandb", "tracker.wandb.mode=offline", f"hydra.run.dir={tmp_path}/run"]
     with wordrun.Trainer(wordrun.compose([*words, *settings])) as trainer:
         trainer.train()
     (line,) = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "wandb failed" in line]
-    assert re.search(r"tracker=wandb failed \(FileExistsError: .*/wandb'.*\): the run continues without it", line)
+    assert re.search(r"tracker=wandb failed \(UserError: W&B failed to start .*File exists.*: the run continues", line)
 
 
 def test_a_missing_library_is_named(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,14 +182,9 @@ def choose(run_dir: Path, which: str) -> list[Folder]:
     run_dir, found = locate(run_dir)
     if which == "latest":
         return found
-    if which == "best":
-        best = run_dir / CHECKPOINTS / "best"
-        if best.exists():
-            return [each for each in found if each.path.name == best.resolve().name]
-    elif which.isdigit():
-        chosen = [each for each in found if each.step == int(which)]
-        if chosen:
-            return chosen
+    step = best_in(run_dir) if which == "best" else int(which) if which.isdecimal() else None
+    if chosen := [each for each in found if each.step == step]:
+        return chosen
     steps = ", ".join(str(each.step) for each in found)
     raise ConfigError(f"{run_dir} has no checkpoint {which}: available are latest and steps {steps}")
 
@@ -203,24 +198,25 @@ class Draft:
 
     def begin(self, tokenizer_json: str | None) -> None:
         """Create the folder and write the tokenizer, if any, after removing leftovers of interrupted saves."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(exist_ok=True)  # the run directory exists, or was removed
         for left in self.path.parent.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
+        if os.path.lexists(self.path):  # something in it cannot be removed, or it is not a folder
+            files.set_aside(self.path, "gone")
         self.path.mkdir()
         if tokenizer_json is not None:
-            write_text(self.path / TOKENIZER, tokenizer_json)
+            files.write(self.path / TOKENIZER, tokenizer_json)
 
     def publish(self, manifest: Mapping[str, Any]) -> Folder:
-        """Write the manifest and rename the folder; return the checkpoint."""
+        """Write the manifest and rename the folder, which makes it a checkpoint; return that."""
         final = self.path.parent / folder_name(self.step)
         write_manifest(self.path, {"step": self.step, **manifest})
-        sync_folder(self.path)
-        if final.exists():  # the same step again, after a rollback
-            final.rename(self.path.with_suffix(".old"))
+        files.sync_folder(self.path)
+        old = files.set_aside(final, "gone") if os.path.lexists(final) else None  # the same step, after a rollback
         self.path.rename(final)
-        sync_folder(final.parent)
-        shutil.rmtree(self.path.with_suffix(".old"), ignore_errors=True)
-        files.point(final.parent / "latest", final.name)
+        files.sync_folder(final.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
         return Folder(final, self.step)
 
     def discard(self) -> None:
@@ -231,28 +227,63 @@ class Draft:
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest, the last file of a checkpoint, including its own checksum."""
     manifest = {"format": FORMAT, **content}
-    write_text(folder / MANIFEST, json.dumps({**manifest, "crc32": _crc(manifest)}, indent=1))
+    files.write(folder / MANIFEST, json.dumps({**manifest, "crc32": _crc(manifest)}, indent=1))
 
 
 def _crc(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def prune(run_dir: Path, newest: int, keep: int) -> None:
-    """Remove all checkpoints except the last ``keep`` up to the step ``newest``, and the best one.
+def tidy(newest: Folder, keep: int, *, best: bool) -> list[str]:
+    """Point the links at the checkpoint ``newest``, and remove all but the last ``keep`` before it and the best one.
 
     Checkpoints after ``newest`` are damaged or predate a rollback.
+
+    Args:
+        newest: a complete checkpoint of the run.
+        keep: how many are kept, ``newest`` included.
+        best: whether it is the best one so far.
+
+    Returns:
+        What could not be done, or was not as it should be.
     """
-    folder = run_dir / CHECKPOINTS
-    best = (folder / "best").resolve().name
-    found = all_in(run_dir)
-    kept = [each.step for each in found if each.step <= newest][-keep:]
+    run_dir, problems = newest.path.parent.parent, []
+    for name in ("latest", "best")[: 1 + best]:
+        link = newest.path.parent / name
+        try:
+            if link.is_dir() and not link.is_symlink():
+                problems.append(f"{link} was a folder instead of a link, and is now {files.set_aside(link).name}")
+            files.point(link, newest.path.name)
+        except OSError as error:
+            problems.append(f"cannot point {link} at {newest.path.name}: {files.why(error)}")
+    best_step, found = best_in(run_dir), all_in(run_dir)
+    kept = [each.step for each in found if each.step <= newest.step][-keep:]
     for old in found:
-        if old.step not in kept and (old.path.name != best or old.step > newest):
-            # Renamed first, so that a partly removed folder is not mistaken for a checkpoint.
-            gone = folder / f".{old.path.name}.gone"
-            old.path.rename(gone)
+        if old.step not in kept and (old.step != best_step or old.step > newest.step):
+            try:
+                # Renamed first, so that a partly removed folder is not mistaken for a checkpoint.
+                gone = files.set_aside(old.path, "gone")
+            except OSError as error:
+                problems.append(f"cannot remove {old.path}: {files.why(error)}")
+                continue
             shutil.rmtree(gone, ignore_errors=True)
+            if os.path.lexists(gone):
+                problems.append(f"cannot remove all of {old.path}: remove {gone}")
+    return problems
+
+
+def best_in(run_dir: Path) -> int | None:
+    """Return the step of the best checkpoint of a run; None: it has none.
+
+    A copy that was made without links has a folder instead of the link.
+    """
+    best = run_dir / CHECKPOINTS / "best"
+    if match := NAME.fullmatch(os.path.basename(os.path.realpath(best))):
+        return int(match[1])
+    try:
+        return int(Folder(best, 0).manifest()["step"])
+    except UserError:
+        return None
 
 
 def checksums(path: Path) -> list[int]:
@@ -272,22 +303,3 @@ def checksums(path: Path) -> list[int]:
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return size and checksums of the files ``names``, for the manifest."""
     return {name: {"size": (folder / name).stat().st_size, "crc32": checksums(folder / name)} for name in names}
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file and sync it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Sync a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # not supported by some parallel file systems
-        pass
-    finally:
-        os.close(descriptor)

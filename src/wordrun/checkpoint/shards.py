@@ -22,9 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wordrun import compat
+from wordrun import compat, files
 from wordrun.checkpoint import index, sums, torch_format
-from wordrun.checkpoint.folder import SUFFIX, DamagedError, file_of, write_text
+from wordrun.checkpoint.folder import SUFFIX, DamagedError, file_of
 from wordrun.checkpoint.grid import Box, Cut, Grid
 from wordrun.checkpoint.index import INDEX, Divided, StoredShard, StoredTensor
 from wordrun.dist.mesh import Layout
@@ -202,7 +202,7 @@ def write_index(folder: Path, firsts: Iterable[int] = (0,)) -> list[str]:
         with safe_open(folder / file_of(rank), framework="pt") as file:
             described = json.loads(file.metadata()["tensors"])
         found = described | found  # stages may have the same buffer
-    write_text(folder / INDEX, json.dumps(found))
+    files.write(folder / INDEX, json.dumps(found))
     index.load(folder)  # what could not be read is not published
     return [INDEX]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.errors import REQUEUE, short_lines
-from wordrun.files import DIED, in_use, replace
+from wordrun.files import DIED, in_use, read_json, replace
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan
@@ -136,12 +135,8 @@ def _close_run(run_dir: Path | None, end: str) -> None:
     file = run_dir / "run.json" if run_dir else None
     if file is None or in_use(file.parent):
         return
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        runs = content["exit_reason"] == "running"
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if runs:
+    content = read_json(file)
+    if content.get("exit_reason") == "running":
         replace(file, json.dumps(content | {"exit_reason": DIED, "end": end}, indent=2) + "\n")
 
 
@@ -162,10 +157,9 @@ def how_to_continue(plan: LaunchPlan, status: int) -> str:
         return saved if run_dir else f"{saved}; to continue{where}:\n{again}"
     if status == 0 or run_dir is None or not (run_dir / "checkpoints" / "latest").exists():
         return ""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        content = json.loads((run_dir / "run.json").read_text())
-        if content["exit_reason"].startswith("stopped by") or content.get("complete"):
-            return ""  # the run has said it, or it failed after its last step
+    content = read_json(run_dir / "run.json")
+    if str(content.get("exit_reason")).startswith("stopped by") or content.get("complete"):
+        return ""  # the run has said it, or it failed after its last step
     return f"to continue from the last checkpoint{where}:\n{again}"
 
 

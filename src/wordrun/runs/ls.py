@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 from wordrun.arguments import run, with_first
 from wordrun.errors import ConfigError
+from wordrun.runs.metrics import parsed
 from wordrun.runs.record import RunRecord, find, load
 from wordrun.sections import Section
 from wordrun.validation import positive
@@ -87,8 +87,9 @@ def row(record: RunRecord, metrics: Sequence[str] = ()) -> list[str]:
     After the losses follows, for each of ``metrics`` that is the run's train.best_metric, its best value.
     """
     training, evaluation = last_lines(record.path / "metrics.jsonl")
-    step = max(int(line.get("step") or 0) for line in (training, evaluation, {"step": record.facts.get("steps")}))
-    rate = next((f"{_number(training[name])} {unit}" for name, unit in RATES if training.get(name)), "")
+    step = max(training.get("step", 0), evaluation.get("step", 0), record.facts.get("steps", 0))
+    rates = ((training.get(name), unit) for name, unit in RATES)
+    rate = next((f"{_number(rate)} {unit}" for rate, unit in rates if rate and isinstance(rate, int | float)), "")
     hosts = record.hosts
     where = hosts[0] + (f" +{len(hosts) - 1}" if len(hosts) > 1 else "") if hosts else ""
     val_loss = evaluation.get("val_loss", record.facts.get("val_loss"))
@@ -110,11 +111,8 @@ def last_lines(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     found: dict[bool, dict[str, Any]] = {}
     for text in texts:
-        try:
-            line = json.loads(text)
-            found["loss" in line] = dict(line)
-        except (ValueError, TypeError):  # the first line is cut, the last may be
-            continue
+        if (line := parsed(text)) is not None:  # the first line is cut, the last may be
+            found["loss" in line] = line
     return found.get(True, {}), found.get(False, {})
 
 

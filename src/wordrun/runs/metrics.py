@@ -7,6 +7,19 @@ import math
 from array import array
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+LARGE = 2**53
+"""Whole numbers from here on are no measurements, and may not fit in a column."""
+
+
+def parsed(text: str | bytes) -> dict[str, Any] | None:
+    """Return a line of metrics.jsonl; None: it is broken, such as the last one of a run that was killed."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int and 0 <= line["step"] < LARGE else None
 
 
 class Table:
@@ -19,7 +32,7 @@ class Table:
     def add(self, line: dict[str, object]) -> None:
         """Append a line; what is not a number counts as missing."""
         for name, value in line.items():
-            if isinstance(value, int | float):
+            if isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGE):
                 column = self.columns.setdefault(name, array("d"))
                 column.extend([math.nan] * (self.rows - len(column)))
                 column.append(value)
@@ -54,14 +67,10 @@ class Metrics:
         self.broken = 0
         """Lines that are not JSON, such as the last one of a run that was killed."""
 
-    def add(self, text: str) -> None:
+    def add(self, text: str | bytes) -> None:
         """Add a line of metrics.jsonl."""
-        try:
-            line = json.loads(text)
-            step = line["step"]
-        except (ValueError, KeyError, TypeError):
-            step = None
-        if not isinstance(step, int | float):
+        line = parsed(text)
+        if line is None:
             self.broken += 1
         else:
             table = self.training if "loss" in line else self.evaluation if "val_loss" in line else self.other
@@ -83,12 +92,11 @@ def read(run_dir: Path) -> Metrics:
     """Return the metrics of a run; empty if it has none yet."""
     metrics = Metrics()
     try:
-        file = (run_dir / "metrics.jsonl").open(encoding="utf-8", errors="replace")
-    except OSError:
-        return metrics
-    with file:
-        for text in file:
-            metrics.add(text)
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            for text in file:
+                metrics.add(text)
+    except OSError:  # it may be a folder, or on a disk that fails
+        pass
     return metrics
 
 

@@ -6,11 +6,16 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from wordrun import files
+from wordrun.log import LOGGER
+from wordrun.runs.metrics import parsed
 from wordrun.track.base import RunInfo, Tracker
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 
 
 class JsonlTracker(Tracker):
@@ -21,7 +26,8 @@ class JsonlTracker(Tracker):
         self._open()
 
     def _open(self) -> None:
-        self._metrics = (self.run.path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics = (self.run.path / METRICS).open("a", encoding="utf-8")
+        self._lines = len(_lines_of(self.run.path / METRICS))
 
     def log_lists(self, metrics: dict[str, Any]) -> None:
         """Append one JSON object."""
@@ -32,14 +38,19 @@ class JsonlTracker(Tracker):
         try:
             self._metrics.write(json.dumps(finite(metrics)) + "\n")
             self._metrics.flush()
+            self._lines += 1
         except OSError as error:
             error.filename = self._metrics.name  # missing from errors of write
             raise
 
     def sample(self, step: int, text: str) -> None:
         """Append the text below a header with its step."""
-        with (self.run.path / "samples.txt").open("a", encoding="utf-8") as file:
+        with (self.run.path / SAMPLES).open("a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n{text}\n\n")
+
+    def state(self) -> dict[str, Any]:
+        """Return how many lines metrics.jsonl has, by which a resumed run knows whether some have been lost."""
+        return {"lines": self._lines}
 
     def replay(self, lines: Iterable[dict[str, Any]]) -> None:
         """Do nothing: a branch begins with copies of the files."""
@@ -67,8 +78,8 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 def each_line(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a run's metrics.jsonl; ``wordrun.runs.metrics`` has them as columns."""
-    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+    with (run_dir / METRICS).open("rb") as file:
+        yield from (line for text in file if (line := parsed(text)) is not None)
 
 
 def between(run_dir: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
@@ -80,38 +91,62 @@ def between(run_dir: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def copy_until(source: Path, target: Path, step: int) -> int:
+def copy_until(source: Path, target: Path, step: int, written: int = 0) -> int:
     """Copy metrics.jsonl and samples.txt up to ``step`` from one run directory to another, which may be the same.
 
-    An incomplete last line, left by a killed run, is dropped.
+    Lines that cannot be read are left out, with a warning, except for an incomplete last one, left by a killed run. If
+    they are the same directory, the original is kept under another name.
+
+    Args:
+        source: the run directory to copy from.
+        target: the one to copy to.
+        step: the last step of which lines are copied.
+        written: how many lines there were up to ``step``, if that is known: a warning says how many are lost.
 
     Returns:
         The last step in the source.
     """
-    lines = []
-    last = -1
-    if (source / "metrics.jsonl").exists():
-        with (source / "metrics.jsonl").open(encoding="utf-8") as file:
-            for line in file:
-                try:
-                    line_step = json.loads(line)["step"]
-                except (ValueError, KeyError, TypeError):
-                    continue
-                last = max(last, line_step)
-                if line_step <= step:
-                    lines.append(f"{line.rstrip()}\n")
-    files.replace(target / "metrics.jsonl", "".join(lines))
-    if (source / "samples.txt").exists():
-        parts = re.split(r"^(?=--- step \d+ ---\n)", (source / "samples.txt").read_text(encoding="utf-8"), flags=re.M)
-        kept = [part for part in parts if (match := re.match(r"--- step (\d+) ---", part)) and int(match[1]) <= step]
-        files.replace(target / "samples.txt", "".join(kept))
+    file, kept, steps, last = source / METRICS, list[bytes](), [0], -1
+    texts = _lines_of(file)
+    broken = [text for text in texts if (line := parsed(text)) is None and text.endswith(b"\n")]
+    for text in texts:
+        if (line := parsed(text)) is not None:
+            last = max(last, line["step"])
+            if line["step"] <= step:
+                kept.append(text.rstrip() + b"\n")
+                steps.append(line["step"])
+    if broken:
+        original = files.set_aside(file) if source == target else file
+        what = f"{len(broken)} of its {len(texts)} lines cannot be read and are left out"
+        LOGGER.warning("%s: %s; the original is %s", target / METRICS, what, original)
+    if len(kept) < written:
+        size, begin, end = max((b - a, a, b) for a, b in pairwise([*sorted(steps), step]))
+        where = f"the longest gap is from step {begin} to {end}" if size else "the steps are there"
+        LOGGER.warning(
+            "%s lacks %d of the %d lines up to step %d: %s", target / METRICS, written - len(kept), written, step, where
+        )
+    files.replace(target / METRICS, b"".join(kept))
+    if samples := _read(source / SAMPLES):
+        parts = re.split(rb"^(?=--- step \d+ ---\n)", samples, flags=re.M)
+        later = (re.match(rb"--- step (\d+) ---", part) for part in parts)
+        texts = [part for part, match in zip(parts, later, strict=True) if not match or int(match[1]) <= step]
+        files.replace(target / SAMPLES, b"".join(texts))
     return last
 
 
 def forget_steps(log: Path, step: int) -> None:
     """Remove the lines of steps after ``step`` from the file ``log``, if it exists, and keep all other lines."""
-    if log.exists():
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-        later = (re.search(r"\] INFO step (\d+)/", line) for line in lines)
+    if lines := _lines_of(log):
+        later = (re.search(rb"\] INFO step (\d+)/", line) for line in lines)
         kept = (line for line, match in zip(lines, later, strict=True) if not match or int(match[1]) <= step)
-        files.replace(log, "".join(kept))
+        files.replace(log, b"".join(kept))
+
+
+def _lines_of(file: Path) -> list[bytes]:
+    """Return the lines of a file, with their ends; none if it does not exist."""
+    return _read(file).splitlines(keepends=True)
+
+
+def _read(file: Path) -> bytes:
+    """Return what is in a file; nothing if it does not exist, or is a device."""
+    return file.read_bytes() if file.is_file() else b""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from wordrun.config import WandbConfig
 from wordrun.errors import UserError, first_line, nearest
 from wordrun.log import LOGGER
-from wordrun.runs.record import NO_REASON, RECORD, read_json
+from wordrun.runs.record import NO_REASON, read as read_record
 from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.jsonl import between
 
@@ -90,7 +90,7 @@ class WandbTracker(BackgroundTracker):
             began: whether W&B has recorded an earlier part of the run.
         """
         run = self.run
-        earlier = read_json(run.path / RECORD).get("earlier") or [{}]
+        earlier = read_record(run.path).get("earlier") or [{}]
         if self.mode in ("online", "shared"):
             self._logged = self._wandb_run.starting_step - 1
         elif not began:

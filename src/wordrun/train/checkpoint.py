@@ -12,13 +12,13 @@ from typing import Any
 
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint.folder import Draft
+from wordrun.checkpoint.folder import Draft, Folder
 from wordrun.config import Config, TrainConfig
 from wordrun.dist import World
 from wordrun.dist.agreement import Agreement
 from wordrun.errors import UserError, first_line
-from wordrun.files import point
 from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.runs.record import gone
 
 # How the errors of a disk begin, the operating system's and ours.
 OF_DISKS = re.compile(r"rank \d+: (\[Errno \d+\]|no space left)")
@@ -96,6 +96,8 @@ class Checkpoints(BackgroundSaves):
         """The step of the newest checkpoint on disk."""
         self.problem = ""
         """Why the last one could not be written; empty: it was."""
+        self._said = set[str]()
+        """What could not be done after checkpoints were complete."""
 
     def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
         """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
@@ -132,8 +134,10 @@ class Checkpoints(BackgroundSaves):
             self._together(lambda: save.write(draft.path), draft)
             # Shards contain their own checksums.
             others = [] if save.shards else self._together(lambda: self._describe(draft.path), draft)
-            self._together((lambda: self._publish(draft, save, facts, others, best)) if first else None, draft)
+            self._together((lambda: self._publish(draft, save, facts, others)) if first else None, draft)
             self.written, self.problem = step, ""
+            if first:
+                self._tidy(step, best)
         except Exception as error:
             self._error = error
 
@@ -142,17 +146,25 @@ class Checkpoints(BackgroundSaves):
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         return folders.describe(folder, files[self.world.rank :: self.world.size])
 
-    def _publish(self, draft: Draft, save: Save, facts: dict[str, Any], others: list[Any], best: bool) -> None:
+    def _publish(self, draft: Draft, save: Save, facts: dict[str, Any], others: list[Any]) -> None:
         added = save.finish(draft.path)
         if save.shards and self.tokenizer_json is not None:
             added.append(folders.TOKENIZER)
         files = [*others, folders.describe(draft.path, added)]
         listed = {name: file for each in files for name, file in sorted(each.items())}
-        folder = draft.publish({**facts, "files": listed, "shards": save.shards})
-        if best:
-            point(folder.path.parent / "best", folder.path.name)
-        folders.prune(self.run_dir, folder.step, self.train.keep_checkpoints)
-        LOGGER.info("checkpoint at step %d%s: %s", folder.step, " (best)" if best else "", folder.path.name)
+        draft.publish({**facts, "files": listed, "shards": save.shards})
+
+    def _tidy(self, step: int, best: bool) -> None:
+        """Update the links and remove earlier checkpoints; the one of ``step`` is complete, whatever happens here."""
+        name = folders.folder_name(step)
+        newest = Folder(self.run_dir / folders.CHECKPOINTS / name, step)
+        problems = folders.tidy(newest, self.train.keep_checkpoints, best=best)
+        with contextlib.suppress(OSError):  # log.txt cannot be written: the main thread's next line says so
+            for problem in problems:
+                if problem not in self._said:
+                    LOGGER.warning("the checkpoint of step %d is complete, but: %s", step, problem)
+            LOGGER.info("checkpoint at step %d%s: %s", step, " (best)" if best else "", name)
+        self._said.update(problems)
 
     def _together(self, action: Callable[[], Any] | None, draft: Draft) -> list[Any]:
         """Run ``action``, and raise on all ranks if it fails on one; return, on rank 0, the results of all."""
@@ -168,6 +180,8 @@ class Checkpoints(BackgroundSaves):
             if self.world.rank == 0:
                 with contextlib.suppress(OSError):
                     draft.discard()
+            if lost := gone(self.run_dir):
+                raise SaveError(lost)
             raise SaveError(
                 f"the checkpoint of step {draft.step} could not be written ({problem}); "
                 f"earlier ones in {draft.path.parent} are intact"

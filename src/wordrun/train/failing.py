@@ -40,6 +40,8 @@ def noted(run_dir: str, rank: int, step: int = 0) -> Iterator[None]:
     try:
         yield
     except PartError as error:
+        with contextlib.suppress(OSError):  # before the run's record begins, it may have no directory
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
         note(error, run_dir, rank, step)
         raise
 

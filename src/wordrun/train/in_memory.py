@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wordrun import dist
+from wordrun import dist, files
 from wordrun.backend.base import MemoryWriter, Save
 from wordrun.checkpoint import folder as folders, memory_file, node_memory, sums
 from wordrun.checkpoint.folder import file_of
@@ -241,7 +241,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
     def _publish(self, name: str, manifest: dict[str, Any], index: dict[str, Any]) -> None:
         draft = self.memory.draft(name)
-        folders.write_text(draft / INDEX, json.dumps(index))
+        files.write(draft / INDEX, json.dumps(index))
         folders.write_manifest(draft, {**manifest, "files": folders.describe(draft, [INDEX])})
         self.memory.publish(name)
 

@@ -48,7 +48,7 @@ class Profiler:
 
     def file(self, name: str) -> Path:
         """Return the path of a file called ``name``, marked with the rank except on rank 0; create its folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # not the run directory, if that was removed
         path = self.folder / name
         return path.with_stem(f"{path.stem}-rank-{self.rank}") if self.rank else path
 
@@ -118,7 +118,8 @@ class TorchProfiler(Profiler):
         # TensorBoard takes the rank from names of this form; HolisticTraceAnalysis opens a folder of traces alone.
         file = self.folder / "traces" / f"rank-{self.rank}.pt.trace.json.gz"
         with self.writing():
-            file.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            file.parent.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(file))
             self._trace = file
             averages = profile.key_averages()

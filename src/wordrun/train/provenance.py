@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from wordrun import project
-from wordrun.runs.record import read_json
+from wordrun.files import read_json
 from wordrun.version import __version__
 
 

@@ -21,7 +21,7 @@ class Recoveries:
     """
 
     def __init__(self, before: Sequence[Mapping[str, Any]], step: int, source: str | None) -> None:
-        noted = {fault["time"] for fault in before}
+        noted = {fault.get("time") for fault in before}
         faults = json.loads(os.environ.get("WORDRUN_FAULTS", "[]"))
         self._new = [
             {**fault, "resumed_step": step, "source": source, "seconds": None}

@@ -21,11 +21,11 @@ from wordrun.dist.setup import seed_everything
 from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.files import in_use
 from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.runs.record import RECORD, read_json
+from wordrun.runs.record import has_run, read as read_record
 from wordrun.train import memory_resume, rng
 from wordrun.train.in_memory import MemoryCheckpoints
 from wordrun.train.memory_resume import InMemory, LostError
-from wordrun.train.run import Start
+from wordrun.train.run import Start, recorded
 from wordrun.train.training import Training
 
 FREE = {
@@ -70,7 +70,7 @@ def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = N
     run_dir, checkpoints = dist.broadcast(candidates(cfg, restarted()) if world.rank == 0 else None, world)
     newest, why = checkpoints[-1] if checkpoints else None, ""
     if in_memory is not None and run_dir is not None and continues(cfg, run_dir):
-        record = read_json(run_dir / RECORD) if world.rank == 0 else {}
+        record = recorded(run_dir) if world.rank == 0 else {}
         found, why = memory_resume.newest(in_memory, record, newest.step if newest else 0)
         if found is not None:
             manifest = found.folder.manifest()
@@ -116,11 +116,11 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
     if wanted is None:
         return None, []
     here = Path(cfg.run_dir).resolve()
-    begun = read_json(here / RECORD) if cfg.run_dir else {}
+    begun = bool(cfg.run_dir) and has_run(here)
     run_dir, found = (here, []) if wanted == "auto" else folders.locate(Path(wanted))
     named = str(found[-1].path) if found else ""
     restarts = requested and run_dir == here
-    if wanted == "auto" or restarts or (begun and begun.get("resumed_from", {}).get("named") == named):
+    if wanted == "auto" or restarts or (begun and recorded(here).get("resumed_from", {}).get("named") == named):
         return (here, folders.all_in(here)) if begun else (None, [])
     if run_dir != here and begun:
         raise ConfigError(
@@ -148,7 +148,7 @@ def unfinished(trainer: Training) -> Folder | None:
     furthest: Folder | None = None
     runs = outputs.joinpath(here.relative_to(outputs).parts[0]).glob("*/*/")
     for run_dir in sorted(runs, key=lambda path: path.name, reverse=True)[:NEWEST]:
-        record, found = read_json(run_dir / RECORD), folders.all_in(run_dir)[-1:]
+        record, found = read_record(run_dir), folders.all_in(run_dir)[-1:]
         if run_dir == here or not found or record.get("exit_reason") == "finished" or in_use(run_dir):
             continue
         with contextlib.suppress(UserError):
@@ -192,8 +192,9 @@ def resume(trainer: Training, start: Start) -> Start:
     """
     seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
-        if start.why:
-            LOGGER.info("starting over at step 0, because no checkpoint is on disk, and %s", start.why)
+        if start.source:
+            why = f", and {start.why}" if start.why else ""
+            LOGGER.info("starting over at step 0, because no checkpoint is on disk%s", why)
         return start
     path = start.folder.path
     check_options(trainer, start.manifest, path)
@@ -301,7 +302,7 @@ def manifest(trainer: Training) -> dict[str, Any]:
         "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
         "dtype": trainer.precision,
         "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
-        "trackers": trainer.run.tracker_states(),
+        "trackers": trainer.run.tracker_states(), "run": trainer.run.checkpointed(),
         "hooks": trainer.hooks.states(), "rng": RNG,
     }  # fmt: skip
 

@@ -21,11 +21,11 @@ from wordrun.checkpoint.folder import Folder
 from wordrun.composer import as_yaml
 from wordrun.config import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError, first_line
+from wordrun.errors import ConfigError, UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.report import page
 from wordrun.runs.metrics import read
-from wordrun.runs.record import RECORD, read_json
+from wordrun.runs.record import KINDS, METRICS, RECORD, gone, has_run, read as read_record, typed
 from wordrun.track import RunInfo, Tracker, build
 from wordrun.track.jsonl import between, copy_until, finite, forget_steps
 from wordrun.train.memory_resume import InMemory
@@ -37,6 +37,12 @@ from wordrun.validation import higher_is_better
 LOCK_PATIENCE_S = 30
 LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "resumed_from")
 """What run.json keeps of each earlier part of a resumed run."""
+CHECKPOINTED = (*LINK, "earlier", "recoveries")
+"""What a checkpoint keeps of run.json, so that a run is complete without it."""
+FILES = (RECORD, "config.yaml", METRICS, "samples.txt", "log.txt")
+"""The records of a run that it reads or writes again when it is resumed."""
+FOLDERS = ("plots", "failures", "profile", "tensorboard", "wandb")
+"""Those that are folders."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,12 @@ class Run:
                 f"the run in {self.path} has advanced to step {newest} while this one waited for it to end: "
                 "run the command again"
             )
-        before = read_json(self.path / RECORD)
-        logged = copy_until(start.source, self.path, start.step) if start.source else -1
+        before = self._before(start.step) if continues else {}
+        lines = typed(start.manifest.get("trackers"), {"jsonl": {"lines": int}}).get("jsonl", {}).get("lines", 0)
+        logged = copy_until(start.source, self.path, start.step, lines) if start.source else -1
         if continues:
             forget_steps(self.path / "log.txt", start.step)
-        (self.path / "config.yaml").write_text(as_yaml(self.cfg), encoding="utf-8")
+        files.replace(self.path / "config.yaml", as_yaml(self.cfg))
         _adopt_launch_record(self.path)
         _point_latest_at(self.path)
         self.record = {
@@ -137,6 +144,28 @@ class Run:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
 
+    def _before(self, step: int) -> dict[str, Any]:
+        """Return what is recorded of the run so far; a run.json that cannot be read is set aside."""
+        file, before = self.path / RECORD, recorded(self.path)
+        if not read_record(self.path):
+            was = f"cannot be read, and is now {files.set_aside(file).name}" if os.path.lexists(file) else "is missing"
+            rest = f"what it says of earlier launches is from the checkpoint of step {step}"
+            LOGGER.warning("%s %s: %s", file, was, rest if before else "what it said of earlier launches is lost")
+        return before
+
+    def checkpointed(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of run.json."""
+        return {name: self.record[name] for name in CHECKPOINTED if name in self.record}
+
+    def require_folder(self) -> None:
+        """Check that the run directory is still there.
+
+        Raises:
+            UserError: it was removed, or cannot be reached.
+        """
+        if self.record and (lost := gone(self.path)):
+            raise UserError(lost)
+
     def step_done(self) -> None:
         """Take note of a step: after a fault, run.json says how long it took to get to the first one."""
         if self._recoveries and self._recoveries.complete():
@@ -148,6 +177,7 @@ class Run:
         Raises:
             TypeError: a metric is not a number.
         """
+        self.require_folder()
         if self.trackers:
             metrics = {name: _number(name, value) for name, value in metrics.items()}
         self._each("log", metrics)
@@ -209,13 +239,24 @@ class Run:
         if not self.record:
             return []
         try:
+            if lost := gone(self.path):
+                self._each("finish", summary, 1)
+                raise UserError(lost)
             self.record |= {**summary, "exit_reason": error or "finished", "end": now()}
             self._write_record()
             self._each("finish", summary, 1 if error else 0)
-            return page.write(self.path, plots=True) if self.trackers and self.cfg.train.report else []
+            return self._report() if self.trackers and self.cfg.train.report else []
         finally:
             if self._lock is not None:
                 self._lock.close()
+
+    def _report(self) -> list[Path]:
+        """Write plots and report and return these files; the run is complete without them."""
+        try:
+            return page.write(self.path, plots=True)
+        except (OSError, UserError) as problem:
+            LOGGER.warning("no plots and no report: %s", first_line(problem))
+            return []
 
     def _write_record(self) -> None:
         text = json.dumps(finite(self.record), indent=2, default=str)
@@ -226,12 +267,39 @@ def note_failure(run_dir: Path, rank: int, step: int, report: str) -> Path | Non
     """Write a rank's traceback to its own file, because other ranks may not know of it, and return the file."""
     file = run_dir / "failures" / f"rank-{rank}.txt"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         text = f"rank {rank} on {socket.gethostname()}, after {step} steps, {now()}\n{report}"
         file.write_text(text, encoding="utf-8")
     except OSError:
         return None
     return file
+
+
+def recorded(run_dir: Path) -> dict[str, Any]:
+    """Return run.json; if it is missing or cannot be read, what the newest checkpoint says of the run."""
+    if record := read_record(run_dir):
+        return record
+    for folder in reversed(folders.all_in(run_dir)):
+        with contextlib.suppress(UserError):
+            found = typed(folder.manifest().get("run"), KINDS)
+            return found and found | {"steps": folder.step}
+    return {}
+
+
+def _set_aside_misplaced(path: Path) -> None:
+    """Rename what is in the place of a record, such as a folder or a dangling link, or cannot be read."""
+    for name in (".lock", *FILES, *FOLDERS):
+        file = path / name
+        if not os.path.lexists(file):
+            continue
+        if name in FOLDERS:
+            problem = "" if file.is_dir() else "is no folder"
+        elif not (file.is_file() or file.is_char_device()):  # /dev/null is someone's wish
+            problem = "is no file"
+        else:
+            problem = "" if os.access(file, os.R_OK) else "cannot be read"
+        if problem:
+            LOGGER.warning("%s %s, and is now %s", file, problem, files.set_aside(file).name)
 
 
 def _compared_by(cfg: Config) -> dict[str, str]:
@@ -257,7 +325,7 @@ def now() -> str:
 
 
 def _make_folder(path: Path, *, again: bool) -> None:
-    if not again and (path / RECORD).exists():
+    if not again and has_run(path):
         raise ConfigError(
             f"hydra.run.dir={path} already contains a run: resume it with train.resume=auto, choose another directory, "
             "or remove it",
@@ -265,6 +333,7 @@ def _make_folder(path: Path, *, again: bool) -> None:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _set_aside_misplaced(path)
         (path / ".lock").touch()
     except OSError as error:
         raise ConfigError(

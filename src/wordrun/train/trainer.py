@@ -16,9 +16,10 @@ from wordrun.checks import accumulation, check
 from wordrun.config import Config
 from wordrun.data.batch import Batch
 from wordrun.dist import watch
-from wordrun.errors import UserError
+from wordrun.errors import UserError, first_line
 from wordrun.log import LOGGER
 from wordrun.registry import part_of
+from wordrun.runs.record import gone
 from wordrun.train import finite, hook_checks, profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
@@ -240,6 +241,7 @@ class Trainer(Training):
     @watch.phase("saving a checkpoint", watch.SLOW)
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state; every rank must call this, during ``train``."""
+        self.run.require_folder()
         self.checkpoints.wait()  # one copy of the training state at a time
         self.meter.score(self.state)
         copy = self.backend.begin_save(resume.own_tensors(self), hook_checks.tensors(self))
@@ -320,10 +322,13 @@ class Trainer(Training):
             if error and self.done and self.checkpoints.written == self.step:
                 self.run.note(complete=True)  # read by launch: there is nothing to continue
             drawn = self.run.finish(asdict(self.summary()), error)
-        except (OSError, UserError):
-            if not error:
+        except (OSError, UserError) as problem:
+            if error:
+                return
+            if gone(self.run.path) or self.checkpoints.written != self.step:
                 raise
-            return
+            drawn = []
+            LOGGER.warning("the last checkpoint is complete, but not the records: %s", first_line(problem))
         announce_end(self, error, drawn, failed=failed)
         # launch itself says how to continue a failed run
         if self.world.rank == 0 and not (failed and by_launch()) and (error or self.cfg.train.suggest):
