@@ -32,14 +32,15 @@ from wordrun import dist
 from wordrun.backend.split import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import full, local
-from wordrun.config import AdamWConfig
 from wordrun.dist.mesh import blocks_of
-from wordrun.model import Transformer, materialize, meta_model
+from wordrun.model.construction import materialize, meta_model
+from wordrun.model.transformer import Transformer
 from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
-from wordrun.train.optim import adamw
+from wordrun.train.optim.adamw import adamw
+from wordrun.train.optim.options import AdamWConfig
 
 VOCABULARY = 50304
 QUIET = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.sample_tokens=0",

@@ -24,17 +24,23 @@ from pathlib import Path
 
 import numpy as np
 
-from wordrun.config import BPETokenizerConfig, ByteTokenizerConfig, CharTokenizerConfig, TextConfig, TokenizerConfig
-from wordrun.data import tokenizers
 from wordrun.data.corpus import open_prepared
 from wordrun.data.loader import Loader
 from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.options import TextConfig
 from wordrun.data.order import Sequences
+from wordrun.data.prepare import run, tokenize, writer
+from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import Tokens, examine
+from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.char import ByteTokenizer
+from wordrun.data.tokenizers.options import (
+    BPETokenizerConfig,
+    ByteTokenizerConfig,
+    CharTokenizerConfig,
+    TokenizerConfig,
+)
 from wordrun.dist import World
-from wordrun.prepare import run, tokenize, writer
-from wordrun.prepare.sources import locate
 
 COPIES = 48
 """Times that the text is repeated for the characters: some seconds of work for nanoGPT, and one work item for us."""
@@ -157,7 +163,7 @@ def ranks(scratch: Path, text: str, rounds: int) -> None:
     def begin(size: int, path: Path, out: Path) -> subprocess.Popen[str]:
         shutil.rmtree(out, ignore_errors=True)
         return subprocess.Popen(
-            ["launch", "-n", str(size), sys.executable, "-m", "wordrun.prepare", "data=text", "data.workers=1",
+            ["launch", "-n", str(size), sys.executable, "-m", "wordrun.data.prepare", "data=text", "data.workers=1",
              f"data.path={path}", f"tokenizer.path={scratch / 'tokenizer.json'}", f"data.prepared={out}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=scratch,
         )  # fmt: skip

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import wordrun
-from wordrun.train.hooks import Hook
 from wordrun.train.trainer import Trainer
+from wordrun.train.training import Hook
 
 SAME = "train.dtype=fp32"
 """For comparisons of results: in bf16 every rank rounds its own gradients, and a plain loop would have to as well."""
@@ -89,9 +89,9 @@ class BareStep(Hook):
         """Build the second model."""
         import torch
 
-        from wordrun.config import AdamWConfig
-        from wordrun.model import build
-        from wordrun.train.optim import adamw
+        from wordrun.model.construction import build
+        from wordrun.train.optim.adamw import adamw
+        from wordrun.train.optim.options import AdamWConfig
 
         self.model = build(trainer.cfg.model, trainer.task.vocab_size)
         assert isinstance(trainer.cfg.optimizer, AdamWConfig)

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from wordrun import model as models
-from wordrun.config import GPTConfig
-from wordrun.model import Transformer
 from wordrun.model.generate import Cached, generate
 from wordrun.model.huggingface import to_huggingface
+from wordrun.model.options import GPTConfig
+from wordrun.model.transformer import Transformer
 
 GPT2 = GPTConfig(name="gpt2", n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=True, gelu="none")
 VOCABULARY = 50257

@@ -149,7 +149,7 @@ def facts(command: list[str]) -> dict[str, str]:
 
     import torch
 
-    from wordrun.version import __version__
+    from wordrun.common.version import __version__
 
     found = {
         "command": " ".join(command), "wordrun": __version__, "python": platform.python_version(),

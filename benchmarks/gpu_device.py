@@ -64,10 +64,10 @@ def peak(bench: Bench) -> None:
 
 def generate(bench: Bench) -> None:
     """Tokens per second of one text of 256 new tokens, by wordrun, nanoGPT and transformers, with the same weights."""
-    from wordrun.config import GPTConfig
-    from wordrun.model import build
+    from wordrun.model.construction import build
     from wordrun.model.generate import Cached, generate as extend
     from wordrun.model.huggingface import huggingface_config, to_huggingface
+    from wordrun.model.options import GPTConfig
 
     new, top_k, device = 16 if bench.tiny else 256, 200, bench.device
     shape, dtype = bench.shape, torch.float32 if bench.tiny else torch.bfloat16

@@ -13,8 +13,8 @@ import wordrun
 from gpu_common import Bench, overrides, spread
 from gpu_device import synchronize
 from gpu_trace import summarize
-from wordrun.train.hooks import Hook
 from wordrun.train.trainer import Trainer
+from wordrun.train.training import Hook
 
 
 class BareBlocks(Hook):
@@ -29,9 +29,9 @@ class BareBlocks(Hook):
     def at_start(self, trainer: Any) -> None:
         """Build the second model and put a block's batches on the device."""
         from wordrun.backend.transforms import prepare
-        from wordrun.config import AdamWConfig
-        from wordrun.model import materialize
-        from wordrun.train.optim import adamw
+        from wordrun.model.construction import materialize
+        from wordrun.train.optim.adamw import adamw
+        from wordrun.train.optim.options import AdamWConfig
 
         backend, cfg = trainer.backend, trainer.cfg
         self.device, self.dtype = backend.device, backend.dtype

@@ -231,8 +231,8 @@ def start(bench: Bench) -> None:
 
 def planned_bytes(options: Sequence[str], checkpointing: str) -> float | None:
     """Return the planned peak of the configured strategy on one H100 in bytes, or None if there is no estimate."""
+    from wordrun.commands.plan import plan as report
     from wordrun.plan.candidates import Estimate
-    from wordrun.plan.cli import plan as report
 
     row = report(["plan.devices=1", "plan.device=h100-80", *options]).rows[0]
     return row.memory[checkpointing].total if isinstance(row, Estimate) else None
@@ -270,7 +270,7 @@ def llama(bench: Bench) -> None:
 def add_llama(bench: Bench, backend: str, checkpointing: str, batch: int, done: Trained) -> None:
     """Add a row for one run of llama3_1b."""
     import wordrun
-    from wordrun.model import meta_model
+    from wordrun.model.construction import meta_model
 
     model = wordrun.compose(llama_options(bench, "DDP", checkpointing, batch)).transformer
     median = statistics.median(done.steps)

@@ -24,9 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wordrun import checks, compose
-from wordrun.config import Config
-from wordrun.errors import ConfigError
+from wordrun import compose
+from wordrun.common.errors import ConfigError
+from wordrun.config import rules
+from wordrun.config.schema import Config
 from wordrun.plan.memory import memory
 from wordrun.plan.shapes import shapes_of
 from wordrun.plan.strategy import Strategy
@@ -78,7 +79,7 @@ def longest(words: list[str], ranks: int, room: float, step: int) -> dict[str, i
     """Return the longest sequence that fits on ``ranks`` accelerators in bf16, by what is kept; {}: no such layout."""
     try:
         cfg = gpt2(step, *words, "train.dtype=bf16")
-        at = checks.check(cfg, ranks)
+        at = rules.check(cfg, ranks)
     except ConfigError:
         return {}
 
@@ -135,14 +136,14 @@ def step(args: argparse.Namespace, world: Any) -> None:
 
     from wordrun import backend
     from wordrun.backend.stopwatch import Stopwatch
+    from wordrun.config.registry import part_of
     from wordrun.data.batch import Batch
-    from wordrun.model import meta_model
-    from wordrun.registry import part_of
+    from wordrun.model.construction import meta_model
 
     divided = LAYOUTS["FSDP with `backend.cp`"](world.size)
     words = [*divided, f"model.n_layer={args.layers}", "train.dtype=fp32", "train.device=cpu"]
     cfg = gpt2(args.tokens, *words)
-    at = checks.check(cfg, world.size)
+    at = rules.check(cfg, world.size)
     optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
     spec = backend.BackendSpec(cfg, world, at, partial(meta_model, cfg.transformer, VOCAB), optimizer)
     made = backend.build(spec)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from wordrun import dist
-from wordrun.backend import StepResult
-from wordrun.dist import watch
+from wordrun.backend.base import StepResult
+from wordrun.dist.hang import watch
 from wordrun.train.metrics import Meter
 from wordrun.train.state import TrainState
 

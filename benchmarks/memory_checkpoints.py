@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import wordrun
 from wordrun.dist import session
-from wordrun.train.hooks import Hook
+from wordrun.train.training import Hook
 
 INTERVAL, NEVER = 10, 10**9
 WORDS = [

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vs_nanogpt import SHAPES, loss_of_checkpoint, nanogpt_command
-from wordrun.composer import data_home
+from wordrun.config.compose import data_home
 
 CPU = SHAPES[0]
 STEPS = 2000

@@ -167,11 +167,11 @@ def owners(ranks: int) -> dict[str, float]:
     import torch.distributed
 
     from wordrun.checkpoint.grid import Cut, Grid
-    from wordrun.train import owners
+    from wordrun.train.optim import owners
 
     grids = [Grid((WIDTH, WIDTH), (Cut(0, ranks, 1),))] * (6 * LAYERS)
     with mock.patch.multiple(
-        "wordrun.train.owners.dist", get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
+        "wordrun.train.optim.owners.dist", get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
     ):
         seconds, _ = timed(lambda: owners.assign(grids, [1.0] * len(grids), "", torch.float32, torch.device("cpu")))
     return {"assign_s": seconds}
@@ -209,11 +209,11 @@ def zero(ranks: int) -> dict[str, float]:
     import wordrun
     from wordrun import backend
     from wordrun.backend.stopwatch import Stopwatch
-    from wordrun.checks import check
+    from wordrun.config.registry import part_of
+    from wordrun.config.rules import check
     from wordrun.data.batch import Batch
     from wordrun.dist.world import World
-    from wordrun.model import meta_model
-    from wordrun.registry import part_of
+    from wordrun.model.construction import meta_model
 
     for name in ("deepspeed", "torch._dynamo"):  # not to be measured
         importlib.import_module(name)
@@ -236,7 +236,7 @@ def zero(ranks: int) -> dict[str, float]:
 
 def launch(ranks: int) -> dict[str, float]:
     """Measure the list of hosts: its length, and how long a rank needs to read it."""
-    from wordrun.slurm import expand_hosts
+    from wordrun.common.slurm import expand_hosts
 
     nodes = -(-ranks // PER_NODE)
     seconds, hosts = timed(lambda: expand_hosts(f"x[{0:05d}-{nodes - 1:05d}]"))

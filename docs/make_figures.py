@@ -103,7 +103,7 @@ MEMORY = {"parameters": "a", "gradients": "b", "optimizer": "c", "activations": 
 
 def planned() -> dict[str, Any]:
     """Return what ``wordrun plan --json`` prints for the figure's model."""
-    from wordrun.plan.cli import main
+    from wordrun.commands.plan import main
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

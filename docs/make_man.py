@@ -11,7 +11,8 @@ import os
 import re
 from pathlib import Path
 
-from wordrun import cli, completion
+from wordrun import cli
+from wordrun.commands import completion
 from wordrun.launch.parser import EXAMPLES, GROUPS, STATUS
 
 MAN = Path(__file__).parents[1] / "man"

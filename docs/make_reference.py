@@ -12,9 +12,10 @@ from typing import Any
 
 import make_man
 
-from wordrun.config import SECTIONS, SEVERAL, schemas, value_text
-from wordrun.registry import documentation
-from wordrun.track import LEGEND
+from wordrun.common.section import value_text
+from wordrun.config.registry import documentation
+from wordrun.config.schema import SECTIONS, SEVERAL, schemas
+from wordrun.track.base import LEGEND
 
 HEAD = """\
 # Reference

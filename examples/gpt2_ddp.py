@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from wordrun.prepare.sources.sample import sample_text
+from wordrun.data.prepare.sources.sample import sample_text
 
 LAYERS, HEADS, WIDTH, BLOCK = 2, 4, 64, 64
 STEPS, MICRO_BATCHES, MICRO_BATCH_SIZE = 40, 4, 4  # a step's batch is 4 micro-batches of 4 sequences

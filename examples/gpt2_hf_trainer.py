@@ -13,7 +13,7 @@ import os
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from wordrun.prepare.sources.sample import sample_text
+from wordrun.data.prepare.sources.sample import sample_text
 
 BLOCK, STEPS, BATCH_SIZE = 64, 40, 16  # the batch of all ranks together
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from wordrun.compat_deepspeed import quiet_deepspeed
+from wordrun.backend.deepspeed.compat import quiet_deepspeed
 
 if not torch.accelerator.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported

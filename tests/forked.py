@@ -28,7 +28,7 @@ from wordrun.launch.address import free_port
 
 # What a rank imports sooner or later.
 IMPORTS = [
-    "pytest", "torch._dynamo", "wordrun.train.cli", "wordrun.train.language", "wordrun.train.trainer",
+    "pytest", "torch._dynamo", "wordrun.commands.train", "wordrun.train.language", "wordrun.train.trainer",
     "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint", "warm",
 ]  # fmt: skip
 # Launchers end the other ranks this soon after one has failed.

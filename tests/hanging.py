@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 import wordrun
 from wordrun import dist
-from wordrun.dist import stacks, watch
+from wordrun.dist.hang import stacks
+from wordrun.dist.hang import watch
 from wordrun.train.training import Hook
 
 kind, *words = sys.argv[1:]

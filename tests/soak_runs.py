@@ -24,7 +24,7 @@ node = (guardian["WORDRUN_GUARDIAN_TOKEN"].split() + [guardian.get("RANK")])[3]
 base = sys.argv.pop(1)
 os.environ["WORDRUN_SHM"] = f"{base}{node}"
 os.makedirs(os.environ["WORDRUN_SHM"], exist_ok=True)
-from wordrun.checkpoint.node_memory import NodeMemory
+from wordrun.checkpoint.memory.node import NodeMemory
 from wordrun.cli import main
 from wordrun.train.evaluation import Evaluation
 free, measure = NodeMemory.free, Evaluation.measure
@@ -157,7 +157,7 @@ def guardians_below(pid: int) -> list[int]:
     found = []
     for child in children(pid):
         with contextlib.suppress(OSError):
-            is_one = b"wordrun.launch.guardian" in Path(f"/proc/{child}/cmdline").read_bytes()
+            is_one = b"wordrun.launch.elastic.guardian" in Path(f"/proc/{child}/cmdline").read_bytes()
             own = is_one and "python" in Path(f"/proc/{child}/comm").read_text()
             found += [child] if own else guardians_below(child)
     return found

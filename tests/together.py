@@ -12,7 +12,8 @@ SCRIPT = """
 import json, sys
 import torch
 import wordrun
-from wordrun import compat, dist
+from wordrun import dist
+from wordrun.dist import torch_private
 
 with dist.session() as world:
     torch.set_num_threads(1)
@@ -22,11 +23,11 @@ with dist.session() as world:
             trainer.train()
 """
 ALIGNED = """
-from wordrun import checks
+from wordrun.config import rules
 from wordrun.train import language
 
 def vocab_multiple(cfg, tp, on_cpu):
-    return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
+    return rules.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
 
 language.vocab_multiple = vocab_multiple
 """

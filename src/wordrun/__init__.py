@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wordrun.version import __version__
+from wordrun.common.version import __version__
 
 if TYPE_CHECKING:
-    from wordrun.composer import compose as compose
-    from wordrun.loading import load as load, load_tokenizer as load_tokenizer
-    from wordrun.registry import register as register
+    from wordrun.api import load as load, load_tokenizer as load_tokenizer
+    from wordrun.config.compose import compose as compose
+    from wordrun.config.registry import register as register
     from wordrun.train.trainer import Trainer as Trainer
 
 __all__ = ["Trainer", "__version__", "compose", "load", "load_tokenizer", "register"]
@@ -31,17 +31,17 @@ __all__ = ["Trainer", "__version__", "compose", "load", "load_tokenizer", "regis
 def __getattr__(name: str) -> Any:
     # Lazy, so that `launch --help` pays neither for Hydra nor for torch.
     if name == "compose":
-        from wordrun.composer import compose
+        from wordrun.config.compose import compose
 
         return compose
     if name == "register":
-        from wordrun.registry import register
+        from wordrun.config.registry import register
 
         return register
     if name in ("load", "load_tokenizer"):
-        from wordrun import loading
+        from wordrun import api
 
-        return getattr(loading, name)
+        return getattr(api, name)
     if name == "Trainer":
         from wordrun.train.trainer import Trainer
 

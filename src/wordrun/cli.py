@@ -17,22 +17,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from wordrun import dist, ends, interrupts, synonyms
-from wordrun.errors import MARK, ConfigError, nearest
-from wordrun.version import versions
+from wordrun import dist
+from wordrun.common import ends, interrupts, synonyms
+from wordrun.common.errors import MARK, ConfigError, nearest
+from wordrun.common.version import versions
 
 COMMANDS = {
-    "train": ("wordrun.train.cli", "train a model (the default)"),
-    "prepare": ("wordrun.prepare.cli", "tokenize a dataset into shards, in parallel"),
-    "generate": ("wordrun.generate", "generate text from a trained model"),
-    "export": ("wordrun.export", "export a checkpoint to Hugging Face format"),
-    "plan": ("wordrun.plan.cli", "estimate memory under every backend, and recommend one"),
-    "ls": ("wordrun.runs.ls", "show the runs below outputs/ as a table"),
-    "tail": ("wordrun.runs.tail", "follow a run's log"),
-    "report": ("wordrun.report.cli", "write a page with a run's curves and facts, or compare runs"),
-    "study": ("wordrun.study.cli", "measure how training scales, with table, figure and report"),
+    "train": ("wordrun.commands.train", "train a model (the default)"),
+    "prepare": ("wordrun.commands.prepare", "tokenize a dataset into shards, in parallel"),
+    "generate": ("wordrun.commands.generate", "generate text from a trained model"),
+    "export": ("wordrun.commands.export", "export a checkpoint to Hugging Face format"),
+    "plan": ("wordrun.commands.plan", "estimate memory under every backend, and recommend one"),
+    "ls": ("wordrun.commands.ls", "show the runs below outputs/ as a table"),
+    "tail": ("wordrun.commands.tail", "follow a run's log"),
+    "report": ("wordrun.commands.report", "write a page with a run's curves and facts, or compare runs"),
+    "study": ("wordrun.commands.study", "measure how training scales, with table, figure and report"),
     "sweep": ("wordrun.study.sweep", "run the unfinished points of a sweep"),
-    "new": ("wordrun.new", "write a project with a model and data of your own"),
+    "new": ("wordrun.commands.new", "write a project with a model and data of your own"),
 }
 """Maps each command to its module and a line of help."""
 
@@ -94,7 +95,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 def _complete(flag: str, words: Sequence[str]) -> int:
     """Print the completions of ``words`` or, with ``--completion SHELL``, the script that asks for them."""
-    from wordrun import completion
+    from wordrun.commands import completion
 
     if flag == "--complete":
         completion.show(words, {name: summary for name, (_, summary) in COMMANDS.items()})

@@ -17,9 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from wordrun import dist, ends, interrupts
+from wordrun import dist
+from wordrun.common import ends, interrupts
+from wordrun.common.errors import UserError
 from wordrun.dist.setup import shared_store
-from wordrun.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def bench(world: dist.World, sizes: str, layout: str, out: str | None) -> None:
     Raises:
         ConfigError: ``sizes`` or ``layout`` is not valid.
     """
-    from wordrun import bandwidth
+    from wordrun.dist import bandwidth
 
     chosen, axes = bandwidth.sizes(sizes), bandwidth.layout(layout, world.size)
     found = bandwidth.measure(world, chosen, axes, lambda text: _say(world, text))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import memory_peak
-from wordrun import compat
-from wordrun.config import INTERLEAVED
+from wordrun.backend.options import INTERLEAVED
+from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -43,7 +43,7 @@ MODELS = {
     "modern": [
         "model=modern",
         "model.n_hidden=40",
-        "model.ngram_rows=[31,15]" if compat.tells_tables_apart() else "model.ngram_rows=[]",
+        "model.ngram_rows=[31,15]" if torch_private.tells_tables_apart() else "model.ngram_rows=[]",
         "model.value_layers=[1]",
         "optimizer.grad_clip=0.65",
         "optimizer.learning_rate=3e-3",
@@ -59,14 +59,15 @@ import json, sys
 import torch
 import torch.distributed as td
 import wordrun
-from wordrun import checks, dist
+from wordrun import dist
+from wordrun.config import rules
 from wordrun.backend.tensors import full, local
 from wordrun.train import language
 
 with_all_logits = []
 
 def vocab_multiple(cfg, tp, on_cpu):
-    return checks.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
+    return rules.vocab_multiple(cfg, tp, on_cpu="aligned" not in cfg.run_dir)  # as on an accelerator
 
 language.vocab_multiple = vocab_multiple
 
@@ -171,8 +172,8 @@ def pipelines(*schedules: str) -> dict[str, list[str]]:
 
 
 # wordrun refuses these with an older torch, as test_compat.py shows.
-ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
-TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+ZBV = "ZBVZeroBubble" if torch_private.zbv_runs_on_cpus() else "InterleavedZeroBubble"
+TP = 2 if torch_private.pipeline_takes_tensor_parallel() else 1
 # Interleaved stages need a block for each.
 FOUR = "model.n_layer=4"
 # Half as far: enough where a setting changes how the same sums are made. Evaluated before the first step, too.
@@ -198,7 +199,7 @@ VARIANTS = {
     "llama": pipelines(ZBV) | {"tp-aligned": ["train.backend=TP"]},
     "parts": {},
     "modern": {
-        **pipelines("InterleavedZeroBubble" if compat.zero_bubble_takes_functions() else "Interleaved1F1B"),
+        **pipelines("InterleavedZeroBubble" if torch_private.zero_bubble_takes_functions() else "Interleaved1F1B"),
         "fsdp-again": ["train.backend=FSDP", "train.activation_checkpointing=full"],
     },
 }
@@ -322,9 +323,9 @@ import torch
 import wordrun
 from memory_peak import peak
 from wordrun import backend, dist
-from wordrun.checks import check
+from wordrun.config.rules import check
 from wordrun.model import meta_model
-from wordrun.train.optim import adamw
+from wordrun.train.optim.adamw import adamw
 
 with dist.session(device="cpu") as world:
     cfg = wordrun.compose(sys.argv[1:])

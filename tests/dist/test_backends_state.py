@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import nn
 import wordrun
-from wordrun.registry import part_of
+from wordrun.config.registry import part_of
 from wordrun import backend, dist
 from wordrun.backend.tensors import full
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checks import check
+from wordrun.config.rules import check
 from wordrun.model import Model
 
 WIDTH, OUT, ROWS = 6, 3, 8

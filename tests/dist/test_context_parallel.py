@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import together
-from wordrun import compat
+from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,7 +27,7 @@ MODELS = {
     "modern": ["model=modern", "model.n_hidden=48", "model.ngram_rows=[31,15]", "model.value_layers=[1]"],
     "preset": ["model=modern", "model.n_hidden=48", "model.zero_init=false"],
 }
-TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+TP = 2 if torch_private.pipeline_takes_tensor_parallel() else 1
 FSDP, PP = ["train.backend=FSDP", "model.batch_size=4"], ["train.backend=PP", "model.batch_size=4", "metrics=[]"]
 TWO = {
     "gpt-heads": [*FSDP, "backend.cp=2"],

@@ -156,7 +156,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.saved import find
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 
 
 class Trap:

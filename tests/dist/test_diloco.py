@@ -26,7 +26,7 @@ import json, sys
 import torch
 import wordrun
 from wordrun import dist
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 with dist.session() as world:
     torch.set_num_threads(1)

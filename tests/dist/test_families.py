@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from wordrun import compat
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import Config
-from wordrun.errors import ConfigError, UserError
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.compose import compose
+from wordrun.config.rules import check
+from wordrun.config.schema import Config
+from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -66,11 +66,11 @@ from pathlib import Path
 import torch
 from wordrun import backend, dist
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checks import check
+from wordrun.config.rules import check
 from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_mean
 from wordrun.model import meta_model
-from wordrun.registry import part_of
+from wordrun.config.registry import part_of
 
 torch.set_num_threads(1)
 tokens = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,7 @@ def exports(model: list[str]) -> bool:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None or not compat.pipeline_takes_tensor_parallel(),
+    importlib.util.find_spec("deepspeed") is None or not torch_private.pipeline_takes_tensor_parallel(),
     reason="the table is of all backends: needs DeepSpeed, and torch 2.11 for tensor parallelism in a pipeline",
 )
 def test_the_table_of_families_says_what_works(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from wordrun.checkpoint import index
 from wordrun.checkpoint.saved import find
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)
 BASE = transformers.Qwen3Config(

@@ -238,7 +238,8 @@ def hosts() -> Iterator[list[str]]:
 ENDING = """
 import os, runpy, sys, threading, time
 from pathlib import Path
-from wordrun.dist import stacks, watch
+from wordrun.dist.hang import stacks
+from wordrun.dist.hang import watch
 
 def end_when_reported():
     while not list(Path.cwd().rglob("hang-*.txt")):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import together
-from wordrun import compat
 from wordrun.checkpoint import folder as folders, index
 from wordrun.checkpoint.saved import find
+from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,7 +35,7 @@ with hook.applied(trainer):
 for name, tensor in backend.model_state().items():
     assert torch.equal(local(tensor), before[name]), name
 from unittest import mock
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.train import hook_checks
 with mock.patch.object(hook, "averages", {"norm.weight": torch.zeros(16)}):  # which one stage of a pipeline has
     hook_checks.tensors(trainer)
@@ -47,8 +47,8 @@ with mock.patch.object(hook, "averages", {"hist": torch.zeros(16)}):
     else:
         raise AssertionError("a name that is no weight should be refused")
 """
-ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
-TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+ZBV = "ZBVZeroBubble" if torch_private.zbv_runs_on_cpus() else "InterleavedZeroBubble"
+TP = 2 if torch_private.pipeline_takes_tensor_parallel() else 1
 FSDP = ["train.backend=FSDP", "model.batch_size=4"]
 
 
@@ -135,7 +135,7 @@ from dataclasses import dataclass
 import wordrun
 from wordrun import dist
 from wordrun.config import ScheduleConfig
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 from wordrun.train import failing
 from wordrun.train.hooks import Hook
 
@@ -252,7 +252,7 @@ import sys
 import torch
 import wordrun
 from wordrun import dist
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 from wordrun.train import failing
 from wordrun.train.hooks import Hook
 

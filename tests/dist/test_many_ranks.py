@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from wordrun.composer import compose
+from wordrun.config.compose import compose
+from wordrun.config.registry import parts
 from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
-from wordrun.registry import parts
 
 RANKS, PER_NODE, VOCAB = 2**17, 8, 67
 FIRST, MIDDLE, LAST = 0, RANKS // 2 + 1029, RANKS - 1
@@ -52,18 +52,19 @@ from torch.distributed import device_mesh
 from torch.distributed.pipelining import stage as pipeline
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import wordrun
-from wordrun import backend, compat
+from wordrun import backend
+from wordrun.dist import torch_private
 from wordrun.backend.tensors import local
 from wordrun.backend.optimizer import tensors_of
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards, sums
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.grid import Box
-from wordrun.checks import accumulation, check
+from wordrun.config.rules import accumulation, check
 from wordrun.data.batch import Batch
 from wordrun.dist import World
 from wordrun.model import meta_model
-from wordrun.registry import part_of
+from wordrun.config.registry import part_of
 
 words, optimizers, ranks, rank, per_node, vocab = json.loads(sys.argv[1])
 torch.set_num_threads(1)
@@ -91,7 +92,7 @@ def build(optimizer):
     make = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
     world = World(rank=rank, size=ranks, device="cpu", **node)
     model = partial(meta_model, cfg.model, vocab)
-    with mock.patch.object(compat, "settle_buckets"):  # the fake group gives DDP itself no sums
+    with mock.patch.object(torch_private, "settle_buckets"):  # the fake group gives DDP itself no sums
         made = backend.build(backend.BackendSpec(cfg, world, check(cfg, ranks, per_node), model, make))
     tokens = torch.randint(0, vocab, (cfg.model.batch_size, cfg.model.block_size))
     return cfg, made, Batch(tokens, tokens)

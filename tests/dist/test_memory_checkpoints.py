@@ -33,11 +33,11 @@ from unittest import mock
 import torch
 import wordrun
 from wordrun import dist
-from wordrun.checkpoint import memory_file
-from wordrun.checkpoint.node_memory import NodeMemory
-from wordrun.dist.peers import Peers
+from wordrun.checkpoint.memory import file
+from wordrun.checkpoint.memory.node import NodeMemory
+from wordrun.checkpoint.memory.peers import Peers
 from wordrun.train.hooks import Hook
-from wordrun.train.in_memory import MemoryCheckpoints
+from wordrun.checkpoint.memory.copies import MemoryCheckpoints
 
 plan = json.loads(sys.argv[1])
 rank = int(os.environ["RANK"])
@@ -45,7 +45,7 @@ node = plan["nodes"][rank]
 os.environ["WORDRUN_SHM"] = str(Path("memory", node).absolute())
 Path("memory", node).mkdir(parents=True, exist_ok=True)
 FUNCTIONS = {
-    "copy": (memory_file, "write"), "checksums": (memory_file, "_complete"), "publish": (NodeMemory, "publish"),
+    "copy": (file, "write"), "checksums": (file, "_complete"), "publish": (NodeMemory, "publish"),
     "remove": (NodeMemory, "keep_only"), "fetch": (Peers, "fetch"),
 }
 

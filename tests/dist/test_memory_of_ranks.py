@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 SCRIPT = """
 import sys
-from wordrun import cgroup, dist
-from wordrun.train import cli
+from wordrun import dist
+from wordrun.common import cgroup
+from wordrun.commands import train
 
 rank = dist.discover().rank
 cgroup.memory = lambda: 2 * (2**30 if rank else 2**40)  # for both ranks of the host
-sys.exit(cli.main())
+sys.exit(train.main())
 """
 
 

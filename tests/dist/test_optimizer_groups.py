@@ -97,7 +97,7 @@ ADAMW = """
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from wordrun import dist
-from wordrun.train.optim import AdamW
+from wordrun.train.optim.adamw import AdamW
 
 with dist.session(device="cpu") as world:
     mesh, steps = init_device_mesh("cpu", (2,)), {}

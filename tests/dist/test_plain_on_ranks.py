@@ -126,7 +126,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from net import NetConfig
 from torch import Tensor
-from wordrun.config_images import ImagesConfig
+from wordrun.config.images import ImagesConfig
 from wordrun.data.examples import ExampleOrder, FixedExamples
 from wordrun.data.loader import Loader
 from wordrun.data.tensor_batch import TensorBatch
@@ -264,7 +264,7 @@ def test_ddp_names_parameters_without_a_gradient(ranks: Command) -> None:
 
 def test_what_it_does_not_say_is_refused_and_not_estimated(command: Command) -> None:
     text = """import wordrun, sys
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 for backend in ("TP", "PP"):
     try:
         wordrun.compose([*sys.argv[1:], f"train.backend={backend}", "model.batch_size=8"], ranks=2)

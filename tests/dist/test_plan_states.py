@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from wordrun import compat
-from wordrun.composer import compose
+from wordrun.config.compose import compose
+from wordrun.dist import torch_private
 from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
@@ -25,9 +25,9 @@ GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]
 MOE = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "train.backend=FSDP"]
 # wordrun refuses these with an older torch, as test_compat.py shows.
-NGRAMS = "[30,20]" if compat.tells_tables_apart() else "[]"
+NGRAMS = "[30,20]" if torch_private.tells_tables_apart() else "[]"
 MODERN = ["model=modern", "model.n_hidden=56", f"model.ngram_rows={NGRAMS}", "model.value_layers=[0,3]"]
-ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
+ZBV = "ZBVZeroBubble" if torch_private.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 # GPT on DDP, FSDP, PP and 3D, also with Muon and with replicas: test_many_ranks.py.
 RUNS = {
     1: [[*GPT, "train.backend=DDP"]],
@@ -211,14 +211,14 @@ import wordrun
 from memory_peak import peak
 from wordrun import backend, dist
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checks import check
+from wordrun.config.rules import check
 from wordrun.data.batch import Batch
 from wordrun.model import meta_model
 from wordrun.plan.candidates import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import shapes_of
-from wordrun.registry import part_of
+from wordrun.config.registry import part_of
 
 VOCAB, B, T = 4096, 8, 64
 tokens = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(0))
@@ -259,7 +259,7 @@ def test_the_memory_of_a_loss_of_many_logits_is_the_planned(backend: str, ranks:
     if backend == "PP":
         models, small = [["model=nano"]], [*small, "model.n_layer=2", "backend.schedule=GPipe"]
     # Where products in bf16 are emulated, which needs another copy, runs compute in fp32.
-    dtypes = ("fp32", "bf16") if compat.cpu_is_fast_at_bf16() else ("fp32",)
+    dtypes = ("fp32", "bf16") if torch_private.cpu_is_fast_at_bf16() else ("fp32",)
     runs = [
         [*model, *small, f"train.dtype={dtype}", f"train.chunked_loss={chunked}"]
         for model in models

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import together
-from wordrun import compat
 from wordrun.checkpoint.saved import find
-from wordrun.export import ExportConfig, export
+from wordrun.commands.export import ExportConfig, export
+from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,8 +26,8 @@ SMALL = [
     "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
 ]  # fmt: skip
 # wordrun refuses these with an older torch, as test_compat.py shows.
-ZBV = "ZBVZeroBubble" if compat.zbv_runs_on_cpus() else "InterleavedZeroBubble"
-TP = 2 if compat.pipeline_takes_tensor_parallel() else 1
+ZBV = "ZBVZeroBubble" if torch_private.zbv_runs_on_cpus() else "InterleavedZeroBubble"
+TP = 2 if torch_private.pipeline_takes_tensor_parallel() else 1
 GPT = ["model.bias=true"]
 FOUR = "model.n_layer=4"  # a block for each of two ranks' stages
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]

@@ -81,10 +81,10 @@ def train(tmp_path: Path) -> Train:
 @pytest.fixture
 def one_rank_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the sharding backends run on one rank, which users are advised against, with ``fully_shard`` and all."""
-    from wordrun import checks
     from wordrun.backend.split import Splitter
+    from wordrun.config import rules
 
-    monkeypatch.setattr(checks, "_check_sharding", lambda *_: [])
+    monkeypatch.setattr(rules, "_check_sharding", lambda *_: [])
     monkeypatch.setattr(Splitter, "sharded", property(lambda self: not self.options.zero_bubble))
 
 

@@ -59,8 +59,7 @@ def test_documents_need_no_dense_mask(
     """FlexAttention and a dense mask have the same losses; the first needs less memory for long sequences."""
     import torch
 
-    from wordrun import kernels
-    from wordrun.model import flex
+    from wordrun.model import flex, kernels
 
     words = [
         *MODELS["llama"], "tokenizer=byte", "data.mask_documents=true", "model.block_size=1024", "model.batch_size=8",
@@ -87,7 +86,7 @@ def test_the_cache_changes_nothing(train: Train, device: torch.device, model: li
 
     from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
     from wordrun.checkpoint.saved import find
-    from wordrun.generate import read_model
+    from wordrun.commands.generate import read_model
     from wordrun.model.generate import Cached, generate
 
     folder = train("run", *model, "train.checkpoint_interval=20").folder

@@ -46,11 +46,11 @@ def test_each_backend_gives_the_same_losses(train: Train, device: torch.device, 
 
 @pytest.mark.usefixtures("one_rank_shards", "only_on_device")
 def test_offloaded_shards_train_alike(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wordrun import checks
+    from wordrun.config import rules
 
     words = ["train.backend=FSDP", "train.dtype=fp32"]
     kept = train("kept", *words)
-    monkeypatch.setattr(checks, "_check_layout", lambda *_: [])
+    monkeypatch.setattr(rules, "_check_layout", lambda *_: [])
     offloaded = train("offloaded", *words, "backend.cpu_offload=true", "train.checkpoint_interval=10")
     assert offloaded.losses == pytest.approx(kept.losses, rel=1e-4)
 
@@ -130,7 +130,7 @@ def test_times_are_the_devices(train: Train, device: torch.device) -> None:
     if device.type == "cuda":
         import torch
 
-        from wordrun import devices
+        from wordrun.plan import devices
 
         known = devices.find(torch.cuda.get_device_name(device)) is not None
         assert (lines[-1]["mfu"] is not None) == known

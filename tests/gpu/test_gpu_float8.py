@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def test_losses_are_near_those_in_bf16(train: Train, device: torch.device, recipe: str, compile_: str) -> None:
     pytest.importorskip("torchao.float8", exc_type=ImportError, reason="pip install 'wordrun[float8]'")
     from wordrun.backend import float8
-    from wordrun.errors import ConfigError
+    from wordrun.common.errors import ConfigError
 
     words = ["train.dtype=bf16", f"train.compile={compile_}", "model.n_embd=256"]
     refusal = ""

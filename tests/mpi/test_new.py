@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun import new
+from wordrun.commands import new
 
 if TYPE_CHECKING:
     from conftest import Command

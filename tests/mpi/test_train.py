@@ -212,7 +212,7 @@ def test_progress_bar_where_a_person_watches(ranks: Any) -> None:
 
 def test_warnings_of_other_ranks_carry_their_rank(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "warn.py").write_text(
-        "from wordrun import dist, log\nworld = dist.identify()\nlog.start(world.rank)\n"
+        "from wordrun import dist; from wordrun.common import log\nworld = dist.identify()\nlog.start(world.rank)\n"
         "log.LOGGER.warning('look out')\nlog.LOGGER.info('all is well')\n"
     )
     done = ranks(2, "warn.py", under="fork")

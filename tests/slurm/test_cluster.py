@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun.slurm import expand_hosts
+from wordrun.common.slurm import expand_hosts
 
 if TYPE_CHECKING:
     from conftest import Cluster

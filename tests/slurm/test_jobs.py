@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import stand_in
 
-from wordrun import new
+from wordrun.commands import new
 
 if TYPE_CHECKING:
     from conftest import Cluster

@@ -67,7 +67,11 @@ def test_a_job_runs_the_code_of_the_submission(cluster: Cluster, tmp_path: Path)
     checkout = tmp_path / "checkout"
     for name in ("src", "conf"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    version, value, config = checkout / "src/wordrun/version.py", tmp_path / "mine.py", checkout / "conf/config.yaml"
+    version, value, config = (
+        checkout / "src/wordrun/common/version.py",
+        tmp_path / "mine.py",
+        checkout / "conf/config.yaml",
+    )
     lines = version.read_text()
 
     def edit(state: str) -> None:
@@ -77,9 +81,9 @@ def test_a_job_runs_the_code_of_the_submission(cluster: Cluster, tmp_path: Path)
 
     edit("submitted")
     (tmp_path / "main.py").write_text(
-        "import mine, os, pathlib, wordrun.conf, wordrun.version\n"
+        "import mine, os, pathlib, wordrun.conf, wordrun.common.version\n"
         "config = pathlib.Path(wordrun.conf.__file__).with_name('config.yaml').read_text().split()[1]\n"
-        "open(f'{mine.STATE}-{wordrun.version.STATE}-{config}-{os.environ[\"RANK\"]}.told', 'w')\n"
+        "open(f'{mine.STATE}-{wordrun.common.version.STATE}-{config}-{os.environ[\"RANK\"]}.told', 'w')\n"
     )
     subprocess.run(["git", "init", "-q"], check=True)
     (tmp_path / "outputs" / "launches").mkdir(parents=True)  # or the records would be in the user's home

@@ -12,7 +12,7 @@ import pytest
 import forked
 
 if TYPE_CHECKING:
-    from wordrun.model import Transformer
+    from wordrun.model.transformer import Transformer
 
 SMALL = (
     "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.batch_size=4",
@@ -76,7 +76,7 @@ def save_run() -> SaveRun:
     import wordrun
     from wordrun import model as models
     from wordrun.checkpoint import folder as folders, shards
-    from wordrun.config import to_plain
+    from wordrun.config.schema import to_plain
     from wordrun.data.tokenizers.char import CharTokenizer
 
     def save(run: Path, *words: str, step: int = 100, text: str = TEXT) -> Transformer:

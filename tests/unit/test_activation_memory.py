@@ -15,16 +15,17 @@ import torch
 import wordrun
 from wordrun import model as models
 from wordrun.backend.transforms import prepare
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig, checkpointing_of
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.rules import check
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
+from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.plan.budget import settings, within_budget
 from wordrun.plan.fit import Fit
 from wordrun.plan.memory import memory
 from wordrun.plan.shapes import shapes_of
 from wordrun.plan.strategy import Strategy
+from wordrun.train.options import checkpointing_of
 
 SMALL = [
     "data=sample", "train.dtype=fp32", "train.device=cpu", "model.n_layer=4", "model.n_head=2", "model.n_embd=32",

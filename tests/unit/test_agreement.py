@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from wordrun.common.errors import WorldError
 from wordrun.dist import agreement, rendezvous
 from wordrun.dist.agreement import Agreement
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
 
 N = 6
 

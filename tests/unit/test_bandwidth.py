@@ -6,9 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from wordrun import bandwidth
-from wordrun.dist import World
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.dist import World, bandwidth
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import wordrun
-from wordrun.checks import accumulation, check
+from wordrun.common.errors import ConfigError
+from wordrun.config.rules import accumulation, check
 from wordrun.data.loader import Loader
 from wordrun.data.order import Sequences
-from wordrun.errors import ConfigError
 from wordrun.track.jsonl import read
 
 RAMP = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun import cgroup
+from wordrun.common import cgroup
 from wordrun.launch.oom import OomWatch
 
 if TYPE_CHECKING:

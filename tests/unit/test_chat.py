@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from wordrun import compose
-from wordrun.chat import HELP, Chat
-from wordrun.config import TextConfig
+from wordrun.commands.chat import HELP, Chat
+from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.char import ByteTokenizer
-from wordrun.model import build
+from wordrun.model.construction import build
 from wordrun.model.generate import Cached, generate
 
 

@@ -27,14 +27,15 @@ from wordrun.backend import precision
 from wordrun.backend.ddp import DDPBackend
 from wordrun.checkpoint import folder as folders, shards
 from wordrun.checkpoint.saved import find
-from wordrun.config import from_plain, to_plain
-from wordrun.errors import ConfigError, UserError
-from wordrun.registry import parts
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.registry import parts
+from wordrun.config.schema import from_plain, to_plain
 from wordrun.track.jsonl import read
 from wordrun.train import rng
-from wordrun.train.hooks import Hook, standard
+from wordrun.train.hooks import standard
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.trainer import Trainer
+from wordrun.train.training import Hook
 
 Words = Callable[..., list[str]]
 SAVING = (

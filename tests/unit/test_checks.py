@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import wordrun
-from wordrun.config import PPConfig
-from wordrun.errors import ConfigError
-from wordrun.layouts import layout
+from wordrun.backend.options import PPConfig
+from wordrun.common.errors import ConfigError
+from wordrun.config.layouts import layout
 
 
 def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:

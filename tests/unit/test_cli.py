@@ -17,12 +17,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import wordrun
-from wordrun import cli, config
-from wordrun.errors import ConfigError
-from wordrun.registry import backends, documentation
-from wordrun.track import LEGEND
+from wordrun import cli
+from wordrun.backend.options import DDPConfig
+from wordrun.commands.train import flags, sweep_points
+from wordrun.common.errors import ConfigError
+from wordrun.config import schema
+from wordrun.config.registry import backends, documentation
+from wordrun.data.options import TextConfig
+from wordrun.model.options import GPTConfig
+from wordrun.track.base import LEGEND
 from wordrun.track.jsonl import read
-from wordrun.train.cli import flags, sweep_points
+from wordrun.track.options import WandbConfig
+from wordrun.train.optim.options import AdamWConfig
+from wordrun.train.options import TrainConfig
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -51,13 +58,13 @@ def test_help_fits_a_small_terminal_and_each_group_names_its_choices(monkeypatch
     assert 12 <= len(lines) < 24
     assert max(map(len, lines)) <= 80
     words = set(" ".join(lines).split())
-    assert {*cli.COMMANDS, *config.SECTIONS, "experiment", "train.backend"} - {"backend"} <= words
+    assert {*cli.COMMANDS, *schema.SECTIONS, "experiment", "train.backend"} - {"backend"} <= words
     assert "  launch -n 2 python -m wordrun train.backend=DDP data=shakespeare" in lines
     conf = Path(__file__).parents[2] / "conf"
-    for group in {*config.SECTIONS, "experiment"} - {"backend"}:
+    for group in {*schema.SECTIONS, "experiment"} - {"backend"}:
         names = set(re.split(r"[\s=:]+", printed("--help", group)))
         assert {path.stem for path in (conf / group).glob("*.yaml")} <= names
-        assert group == "experiment" or set(config.schemas(group)) <= names
+        assert group == "experiment" or set(schema.schemas(group)) <= names
     assert printed("--help", "train.backend").startswith(f"train.backend=NAME: {' '.join(backends())}\n")
 
 
@@ -71,14 +78,14 @@ def test_flags_and_overrides_come_in_any_order() -> None:
 
 def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    shown = [config.GPTConfig, config.TextConfig, config.DDPConfig, config.AdamWConfig, config.TrainConfig,
-             config.WandbConfig]  # fmt: skip
+    shown = [GPTConfig, TextConfig, DDPConfig, AdamWConfig, TrainConfig,
+             WandbConfig]  # fmt: skip
     for node in shown:
         docs = documentation(node)
-        section = next(g for g in config.SECTIONS if node in [part.options for part in config.schemas(g).values()])
+        section = next(g for g in schema.SECTIONS if node in [part.options for part in schema.schemas(g).values()])
         text = printed("--help", "train.backend" if section == "backend" else section)
         assert max(map(len, text.splitlines())) <= 120
-        section = "tracker.wandb" if node is config.WandbConfig else section
+        section = "tracker.wandb" if node is WandbConfig else section
         flat = " ".join(text.split())  # long texts are wrapped
         for field in fields(node):
             assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)
@@ -320,7 +327,9 @@ def test_flags_are_those_of_hydra() -> None:
             for action in parser._actions
         }
 
-    assert described(flags()) == described(get_args_parser()), "Hydra's flags have changed: copy them to train/cli.py"
+    assert described(flags()) == described(get_args_parser()), (
+        "Hydra's flags have changed: copy them to commands/train.py"
+    )
 
 
 def test_points_of_a_sweep_are_those_of_hydras_sweeper() -> None:
@@ -331,7 +340,7 @@ def test_points_of_a_sweep_are_those_of_hydras_sweeper() -> None:
     (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), max_batch_size=None)
     ours = [[word for word in point if word != "~e"] for point in sweep_points(words)]
     assert ours == [[word for word in point if not word.startswith("~e")] for point in batch], (
-        "Hydra's sweeper has changed: see sweep_points in train/cli.py"
+        "Hydra's sweeper has changed: see sweep_points in commands/train.py"
     )
     assert sweep_points(["a=1", "b=glob(*)", "c=1,2"]) == [["a=1"]]
     assert sweep_points(["a=1", "b=interval(0,1)"]) == [["a=1"]]

@@ -21,13 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
 import wordrun
-from wordrun import backend, compat, compat_deepspeed, dist
-from wordrun.backend import BackendSpec
-from wordrun.checks import check
-from wordrun.config import SCHEDULES
-from wordrun.errors import ConfigError
-from wordrun.model import meta_model
+from wordrun import backend, dist
+from wordrun.backend.base import BackendSpec
+from wordrun.backend.deepspeed import compat as compat_deepspeed
+from wordrun.backend.options import SCHEDULES
+from wordrun.common.errors import ConfigError
+from wordrun.config.rules import check
+from wordrun.dist import torch_private
 from wordrun.model.batch_norm import SyncBatchNorm
+from wordrun.model.construction import meta_model
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -42,7 +44,7 @@ REMEDY = "torch {} lacks {}: mend wordrun.{}, and note the versions in the modul
 
 
 def remedy(name: str, function: str) -> str:
-    """Return what to do if torch lacks ``name``; a ``function`` without a module is one of ``wordrun.compat``."""
+    """Return what to do if torch lacks ``name``; a ``function`` without a module is one of ``wordrun.dist.torch_private``."""
     return REMEDY.format(torch.__version__, name, function if "." in function else f"compat.{function}")
 
 
@@ -70,7 +72,7 @@ def remedy(name: str, function: str) -> str:
         *(
             (owner, name, "time_collectives") for owner, name in TIMED if torch.__version__ >= "2.9"
         ),  # tried: 2.8 and 2.9
-        *((torch.ops.aten, name, "PRODUCTS") for name in compat.PRODUCTS),
+        *((torch.ops.aten, name, "PRODUCTS") for name in torch_private.PRODUCTS),
     ],
 )
 def test_torch_still_has_the_name(owner: object, name: str, function: str) -> None:
@@ -100,32 +102,32 @@ def test_a_pipeline_returns_nothing_where_it_can_be_asked_to() -> None:
             asked.append(return_outputs)
 
     for schedule in (Older(), Newer()):
-        compat.pipeline_step(schedule, "inputs", target="targets")
+        torch_private.pipeline_step(schedule, "inputs", target="targets")
     assert asked == [None, False]
 
 
 def test_an_error_of_the_compiler_is_recognised() -> None:
     name = "torch._dynamo.exc.BackendCompilerFailed"
     error = importlib.import_module("torch._dynamo.exc").BackendCompilerFailed(torch.compile, ValueError("g++"), None)
-    assert compat.is_compile_error(error), remedy(name, "is_compile_error")
-    assert not compat.is_compile_error(ValueError())
+    assert torch_private.is_compile_error(error), remedy(name, "is_compile_error")
+    assert not torch_private.is_compile_error(ValueError())
 
 
 def test_tensors_are_scaled() -> None:
     tensors = [torch.ones(2), torch.full((1,), 4.0)]
-    compat.scale(tensors, torch.tensor(0.5))
+    torch_private.scale(tensors, torch.tensor(0.5))
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [2.0]]
 
 
 def test_without_the_names_a_processor_counts_as_slow_at_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert compat.cpu_is_fast_at_bf16() is False
+    assert torch_private.cpu_is_fast_at_bf16() is False
 
 
 def test_a_limit_on_instructions_counts(command: Command) -> None:
     """In a process of its own: torch 2.8 reads the limit when it is imported."""
-    code = "from wordrun import compat; print(compat.cpu_is_fast_at_bf16())"
+    code = "from wordrun.dist import torch_private; print(torch_private.cpu_is_fast_at_bf16())"
     assert command(sys.executable, "-c", code, ONEDNN_MAX_CPU_ISA="AVX2").stdout == "False\n"
 
 
@@ -137,7 +139,7 @@ def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
         for name in names:
             found = hasattr(importlib.import_module(module), name)
             assert found, (
-                f"{module} has no {name} any more: mend wordrun.compat_deepspeed, and note the version in its docstring"
+                f"{module} has no {name} any more: mend wordrun.backend.deepspeed.compat, and note the version in its docstring"
             )
     linear = F.linear
     with contextlib.ExitStack() as undo:
@@ -160,9 +162,9 @@ def test_pipelines_are_for_versions_that_were_right(
     version: str, tensor_parallel: bool, zbv: bool, functions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    assert compat.pipeline_takes_tensor_parallel() is tensor_parallel
-    assert compat.zbv_runs_on_cpus() is zbv
-    assert compat.zero_bubble_takes_functions() is functions
+    assert torch_private.pipeline_takes_tensor_parallel() is tensor_parallel
+    assert torch_private.zbv_runs_on_cpus() is zbv
+    assert torch_private.zero_bubble_takes_functions() is functions
 
 
 def test_tables_of_several_sizes_are_for_versions_that_tell_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +206,12 @@ def test_a_batch_norm_can_be_torchs_synchronized_one() -> None:
     """Without a process group, where it normalizes its own batch."""
     x = torch.randn(4, 3, 5, 5)
     ours, theirs = SyncBatchNorm(3), torch.nn.BatchNorm2d(3)
-    assert torch.equal(compat.sync_batch_norm(ours, x), theirs(x))
+    assert torch.equal(torch_private.sync_batch_norm(ours, x), theirs(x))
     assert ours.running_mean is not None
     assert torch.equal(ours.running_mean, theirs.running_mean)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("torchvision")
 def test_torchvision_can_be_imported_beside_any_torch(command: Command) -> None:
-    script = (
-        "from wordrun.compat_vision import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
-    )
+    script = "from wordrun.dist.torch_private_vision import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
     assert command(sys.executable, "-c", script).stdout == "resnet18\n"

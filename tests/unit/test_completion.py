@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun import cli, config
-from wordrun.completion import OPTIONS, SCRIPTS, complete
+from wordrun import cli
+from wordrun.commands.completion import OPTIONS, SCRIPTS, complete
+from wordrun.config import schema
+from wordrun.config.registry import backends
 from wordrun.launch.parser import OPTIONS as LAUNCH_OPTIONS
-from wordrun.registry import backends
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -75,9 +76,9 @@ def test_what_a_line_can_be_completed_to(line: str, words: list[str]) -> None:
 
 
 def test_every_group_and_option_can_be_reached() -> None:
-    for group in {*config.SECTIONS} - {"backend", *config.SEVERAL}:
+    for group in {*schema.SECTIONS} - {"backend", *schema.SEVERAL}:
         assert f"{group}=" in found(f"wordrun {group}")
-        options = {option.name for part in config.schemas(group).values() for option in fields(part.options)}
+        options = {option.name for part in schema.schemas(group).values() for option in fields(part.options)}
         assert set(found(f"wordrun {group}.")) == {f"{group}.{name}=" for name in options}
     for name in OPTIONS:
         assert found(f"wordrun {name} "), name
@@ -102,7 +103,9 @@ def test_an_answer_is_quick(command: Command) -> None:
     after = os.times()
     assert "train.max_iters=\tNumber of optimizer steps.\n" in done.stdout
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
-    script = "import sys, wordrun.completion; print({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules))"
+    script = (
+        "import sys, wordrun.commands.completion; print({'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules))"
+    )
     assert command(sys.executable, "-c", script).stdout == "set()\n"
 
 

@@ -17,29 +17,20 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import wordrun
-from wordrun import config, model, synonyms
-from wordrun.checks import accumulation, check
-from wordrun.composer import Tree, as_yaml, compose
-from wordrun.config import (
-    SECTIONS,
-    SEVERAL,
-    AdamWConfig,
-    BPETokenizerConfig,
-    Config,
-    DDPConfig,
-    GPTConfig,
-    HFTokenizerConfig,
-    LlamaConfig,
-    MuonConfig,
-    TextConfig,
-    TPConfig,
-    TrackerConfig,
-    TransformerConfig,
-    WandbConfig,
-    schemas,
-)
-from wordrun.errors import ConfigError, nearest
-from wordrun.registry import KINDS, field_docs
+from wordrun import model
+from wordrun.backend.options import DDPConfig, TPConfig
+from wordrun.common import synonyms
+from wordrun.common.errors import ConfigError, nearest
+from wordrun.config import schema as config
+from wordrun.config.compose import Tree, as_yaml, compose
+from wordrun.config.registry import KINDS, field_docs
+from wordrun.config.rules import accumulation, check
+from wordrun.config.schema import SECTIONS, SEVERAL, Config, schemas
+from wordrun.data.options import TextConfig
+from wordrun.data.tokenizers.options import BPETokenizerConfig, HFTokenizerConfig
+from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
+from wordrun.track.options import TrackerConfig, WandbConfig
+from wordrun.train.optim.options import AdamWConfig, MuonConfig
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -549,7 +540,7 @@ def test_a_long_list_of_names_is_below_the_message() -> None:
 
 
 def test_other_names_lead_to_options_that_exist() -> None:
-    from wordrun.config import schemas
+    from wordrun.config.schema import schemas
 
     keys = {f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
             for part in schemas(group).values() for field in fields(part.options)}  # fmt: skip

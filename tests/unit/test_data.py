@@ -18,17 +18,18 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import Config, TextConfig
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.schema import Config
 from wordrun.data.corpus import Opened
 from wordrun.data.fixed_set import FixedSet
+from wordrun.data.options import TextConfig
 from wordrun.data.order import Permutation, Sequences
+from wordrun.data.prepare.obtain import obtain
+from wordrun.data.prepare.sources import locate
+from wordrun.data.prepare.sources.base import Source
+from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError
-from wordrun.prepare.obtain import obtain
-from wordrun.prepare.sources import locate
-from wordrun.prepare.sources.base import Source
-from wordrun.prepare.sources.sample import sample_text
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n"
 

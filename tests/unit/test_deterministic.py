@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wordrun
 from wordrun.backend.split import total_norm
-from wordrun.errors import ConfigError, UserError
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.train import rng
 from wordrun.train.trainer import Trainer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from wordrun.common.errors import WorldError
 from wordrun.dist.device import choose_device, torch_build
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch sees a device")
 HERE = World(hosts=("n1",))

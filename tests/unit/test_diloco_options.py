@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from wordrun.backend.diloco import fragments
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import DilocoConfig
-from wordrun.errors import ConfigError
+from wordrun.backend.diloco.engine import fragments
+from wordrun.backend.diloco.options import DilocoConfig
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.rules import check
 from wordrun.plan.memory import memory
 from wordrun.plan.shapes import shapes_of
 from wordrun.plan.strategy import Strategy

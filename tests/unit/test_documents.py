@@ -14,11 +14,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import TextConfig
-from wordrun.errors import ConfigError, UserError
-from wordrun.prepare.sources import hub, locate
-from wordrun.prepare.sources.base import WorkItem
-from wordrun.prepare.sources.files import FileSource
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.data.options import TextConfig
+from wordrun.data.prepare.sources import hub, locate
+from wordrun.data.prepare.sources.base import WorkItem
+from wordrun.data.prepare.sources.files import FileSource
 
 TEXTS = [f"document {number}: " + "grün " * (number % 7) for number in range(60)]
 

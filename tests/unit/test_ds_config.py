@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from wordrun import ds_config
-from wordrun.composer import compose
-from wordrun.config import Config, DeepSpeedConfig
-from wordrun.errors import ConfigError
+from wordrun.backend.deepspeed import settings as ds_config
+from wordrun.backend.deepspeed.options import DeepSpeedConfig
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.schema import Config
 
 RUN = ["data=sample", "train.backend=deepspeed", "train.dtype=bf16", "model.batch_size=4", "optimizer.gas=3"]
 
@@ -131,7 +132,7 @@ def test_a_config_can_be_looked_at_where_there_is_no_deepspeed(monkeypatch: pyte
 
 def test_a_deepspeed_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wordrun
-    from wordrun.errors import UserError
+    from wordrun.common.errors import UserError
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)

@@ -17,18 +17,21 @@ import torch
 from torch import nn
 
 import wordrun
-from wordrun import export, generate
-from wordrun.checks import check
-from wordrun.config import Config, DataConfig, EarlyStopConfig, MetricConfig, ModelConfig
-from wordrun.config_images import ConvNetConfig
+from wordrun.commands import export, generate
+from wordrun.commands.plan import plan
+from wordrun.commands.prepare import main as prepare
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.registry import Part, parts
+from wordrun.config.rules import check
+from wordrun.config.schema import Config
 from wordrun.data import images
 from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
-from wordrun.errors import ConfigError, UserError
-from wordrun.model import Model
-from wordrun.plan.cli import plan
-from wordrun.prepare import vision
-from wordrun.prepare.cli import main as prepare
-from wordrun.registry import Part, parts
+from wordrun.data.options import DataConfig
+from wordrun.data.prepare import vision
+from wordrun.model.base import Model
+from wordrun.model.options import ConvNetConfig, ModelConfig
+from wordrun.train.hooks.options import EarlyStopConfig
+from wordrun.train.options import MetricConfig
 
 SMALL = (
     "data=digits", "model.channels=2", "model.hidden=8", "model.batch_size=8", "tracker=jsonl", "train.device=cpu",

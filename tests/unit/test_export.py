@@ -15,15 +15,15 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from wordrun import interrupts
 from wordrun.checkpoint.saved import find
+from wordrun.commands.export import main
+from wordrun.common import interrupts
+from wordrun.common.errors import UserError
+from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.huggingface import letters, tokenizer_json
-from wordrun.errors import UserError
-from wordrun.export import main
-from wordrun.model import Transformer
 from wordrun.model.pretrained import open_weights
-from wordrun.prepare.sources.sample import sample_text
+from wordrun.model.transformer import Transformer
 
 SaveRun = Callable[..., Transformer]
 TEXT = "Zwölf  Boxkämpfer \n\tjagen, 'Viktor' quer : über <unk> den großen 🦊 . \u0301\r\n"
@@ -85,7 +85,9 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
 
 def test_ctrl_c_leaves_nothing_behind(save_run: SaveRun, monkeypatch: pytest.MonkeyPatch) -> None:
     save_run(Path("run"))
-    monkeypatch.setattr("wordrun.export.write_weights", lambda folder, *rest: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "wordrun.commands.export.write_weights", lambda folder, *rest: signal.raise_signal(signal.SIGINT)
+    )
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
     try:
         with interrupts.ending_at_once():  # as wordrun's commands do while they start

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map
 
-from wordrun import kernels, model as models
+from wordrun import model as models
 from wordrun.backend.transforms import compile_model
-from wordrun.config import GPTConfig, LlamaConfig
-from wordrun.model import attention, flex
+from wordrun.model import attention, flex, kernels
+from wordrun.model.options import GPTConfig, LlamaConfig
 
 T = 592  # of 5 blocks, the last with 80 tokens
 NUMBERS = torch.stack([

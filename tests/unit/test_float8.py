@@ -11,11 +11,11 @@ import torch
 
 from wordrun import model as models
 from wordrun.backend import float8
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import GPTConfig
-from wordrun.errors import ConfigError
-from wordrun.plan import cli as plan_cli
+from wordrun.commands import plan as plan_cli
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.rules import check
+from wordrun.model.options import GPTConfig
 from wordrun.plan.candidates import Estimate, Unavailable
 
 CFG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)

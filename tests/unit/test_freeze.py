@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.commands.train import main
+from wordrun.common.errors import ConfigError
 from wordrun.launch.freeze import freeze
-from wordrun.report.facts import environment
-from wordrun.runs.record import RunRecord
-from wordrun.train.cli import main
+from wordrun.track.report.facts import environment
+from wordrun.track.run_json import RunRecord
 from wordrun.train.provenance import commits
 
 if TYPE_CHECKING:

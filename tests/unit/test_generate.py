@@ -21,14 +21,15 @@ from tokenizers.models import BPE
 
 from wordrun import model as models
 from wordrun.checkpoint.saved import Saved
-from wordrun.config import Config, GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.commands.generate import Screen, _training, main
+from wordrun.config.schema import Config
 from wordrun.data.tokenizers.base import END
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.subword import HFTokenizer
-from wordrun.generate import Screen, _training, main
-from wordrun.model import Transformer
 from wordrun.model.cache import KVCache
 from wordrun.model.generate import Cached, draw, generate
+from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -268,7 +269,7 @@ def test_the_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("by", ["ctrl-c", "head"])
 def test_text_is_streamed_until_it_is_interrupted(run: Path, by: str, start: Start) -> None:
     words = [f"run={run}", "prompt=fox", "length=1000000"]
-    process = start(sys.executable, "-m", "wordrun.generate", *words)
+    process = start(sys.executable, "-m", "wordrun.commands.generate", *words)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(10).startswith("fox")

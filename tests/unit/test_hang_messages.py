@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wordrun import stack_requests
-from wordrun.dist import World, hang, stacks, watch
-from wordrun.dist.hang import Answer
+from wordrun.common import stack_requests
+from wordrun.dist import World
+from wordrun.dist.hang import report as hang, stacks, watch
+from wordrun.dist.hang.report import Answer
 from wordrun.dist.mesh import Layout
 from wordrun.train import failing
 
@@ -141,7 +142,7 @@ def test_another_process_writes_its_stacks_while_it_holds_the_interpreters_lock(
     monkeypatch.setattr(stacks, "DUMP_S", 20.0)
     script, name = tmp_path / "busy.py", f"busy-{os.getpid()}-{before}"
     script.write_text(
-        "import re, signal\nfrom wordrun.dist import stacks\n"
+        "import re, signal\nfrom wordrun.dist.hang import stacks\n"
         f"signal.signal(signal.SIGQUIT, signal.{before})\ndump = stacks.Dump('{name}', 7)\n"
         "print(flush=True); re.match('(a+)+$', 60 * 'a' + 'b')\n"
     )
@@ -226,7 +227,8 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
 
 RECORDS = """
 import torch
-from wordrun import dist, flight_recorder
+from wordrun import dist
+from wordrun.dist import flight_recorder
 with dist.session(device="cpu"):
     torch.distributed.all_reduce(torch.ones(3, 4))
     while (record := flight_recorder.flight_records()[-1])["pending"]:

@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import save_file
 
 from wordrun import model as models
-from wordrun.config import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
-from wordrun.errors import ConfigError, UserError
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.model import pretrained
 from wordrun.model.huggingface import huggingface_config, match, to_huggingface, to_ours
+from wordrun.model.options import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
 
 V = 61
 SHAPES: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 48}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wordrun import cli
-from wordrun.composer import compose
+from wordrun.config.compose import compose
 from wordrun.train import hints
 from wordrun.train.hints import has_huggingface_format, next_steps, own_command
 

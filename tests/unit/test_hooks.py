@@ -19,16 +19,15 @@ import torch
 import wordrun
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.saved import find
-from wordrun.config import LRRangeConfig, SpikesConfig
-from wordrun.errors import ConfigError, UserError
-from wordrun.export import ExportConfig, export
+from wordrun.commands.export import ExportConfig, export
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.track.jsonl import read
-from wordrun.train.hooks import Hook
 from wordrun.train.hooks.ema import EMA
 from wordrun.train.hooks.lr_range import LRRange, steepest
+from wordrun.train.hooks.options import LRRangeConfig, SpikesConfig
 from wordrun.train.spikes import SpikeDetector
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import HookError, HookSet
+from wordrun.train.training import Hook, HookError, HookSet
 
 Words = Callable[..., list[str]]
 STEPS = (

@@ -22,8 +22,8 @@ import torch
 import wordrun
 from wordrun.checkpoint import folder as folders, index, torch_format
 from wordrun.checkpoint.saved import find
-from wordrun.data import tokenizers
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
+from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.model import pretrained
 
 if TYPE_CHECKING:

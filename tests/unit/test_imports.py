@@ -166,7 +166,7 @@ def test_no_two_modules_import_each_other() -> None:
 
 @pytest.mark.parametrize("library", ["hydra", "omegaconf"])
 def test_no_private_name_of_a_config_library_is_used(library: str) -> None:
-    """A new version may rename them; composer.py and train/cli.py use what is documented."""
+    """A new version may rename them; composer.py and commands/train.py use what is documented."""
     found = [
         f"{path.relative_to(SOURCE)}: {line.strip()}"
         for path in SOURCE.rglob("*.py")
@@ -187,20 +187,20 @@ LIGHT = {
     "wordrun.launch.cli": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib"),
     "wordrun.launch.run": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib"),
     "wordrun.config": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.log": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.common.log": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
     "wordrun.dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.composer": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
+    "wordrun.config.compose": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.cli": ("torch", "mpi4py", "hydra", "omegaconf", "numpy", "wandb", "matplotlib"),
-    "wordrun.train.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.train": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
     "wordrun.test_dist": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.generate": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.prepare.cli": ("torch", "mpi4py", "wandb", "matplotlib"),
-    "wordrun.prepare.workers": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
-    "wordrun.runs.ls": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.runs.tail": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.report.cli": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
-    "wordrun.plan.cli": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.generate": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.export": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.prepare": ("torch", "mpi4py", "wandb", "matplotlib"),
+    "wordrun.data.prepare.workers": ("torch", "mpi4py", "hydra", "wandb", "matplotlib"),
+    "wordrun.commands.ls": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.tail": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.report": ("torch", "mpi4py", "hydra", "numpy", "wandb", "matplotlib"),
+    "wordrun.commands.plan": ("torch", "mpi4py", "numpy", "wandb", "matplotlib"),
 }
 
 

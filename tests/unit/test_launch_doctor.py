@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from wordrun import probe
+from wordrun.commands import probe
 from wordrun.dist.world import World
 from wordrun.launch import doctor, record
 from wordrun.launch.address import free_port

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, hold_back
 from wordrun.launch.output_tail import classify, port_taken
 

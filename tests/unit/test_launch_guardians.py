@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wordrun import listener
-from wordrun.errors import ConfigError
-from wordrun.launch import answers, elastic, guardian, nodes, program as imported_before
-from wordrun.launch.elastic import Guardians
-from wordrun.launch.forking import python_command
+from wordrun.common import listener
+from wordrun.common.errors import ConfigError
+from wordrun.common.listener import UnfitError
+from wordrun.launch.elastic import answers, guardian, guardians, nodes, program as imported_before
+from wordrun.launch.elastic.forking import python_command
+from wordrun.launch.elastic.guardians import Guardians
+from wordrun.launch.elastic.wire import VARIABLE, Link, message_in
 from wordrun.launch.job_script import inner
 from wordrun.launch.kills import Kills
 from wordrun.launch.output import Output
@@ -24,8 +26,6 @@ from wordrun.launch.parser import parse
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import make_plan
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.launch.wire import VARIABLE, Link, message_in
-from wordrun.listener import UnfitError
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -83,7 +83,7 @@ def test_the_launcher_starts_a_guardian_on_each_node() -> None:
     Path("hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
     made = plan("--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")
     assert made.argv[1:3] == ("-n", "2")
-    assert made.argv[-3:] == (sys.executable, "-m", "wordrun.launch.guardian")
+    assert made.argv[-3:] == (sys.executable, "-m", "wordrun.launch.elastic.guardian")
     assert "-bind-to" in made.argv
     assert (made.ranks.layout, made.env["WORDRUN_WORLD_SIZE"]) == ((2, 2), "4")
     assert "WORDRUN_STATUS_DIR" not in made.env  # rank_env.sh would report a guardian as a rank
@@ -200,7 +200,7 @@ def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None
 
 
 def test_ranks_are_reported_as_by_rank_env_sh(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "FIRST_CAUSE_S", 0.0)
+    monkeypatch.setattr(guardians, "FIRST_CAUSE_S", 0.0)
     head.start()
     head.exits(2, 7)
     for rank in (0, 1, 3):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.errors import REQUEUE, ConfigError
+from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.planner import choose_run, file_name, records_folder
 

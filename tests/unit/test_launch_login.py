@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import login
 from wordrun.launch.job import LocalHost
 from wordrun.launch.request import Options

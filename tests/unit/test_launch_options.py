@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch.parser import GROUPS, help_text, parse
 from wordrun.launch.request import Options, arguments_of_wordrun
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import record, run
 from wordrun.launch.address import free_port, is_free, unresolved
 from wordrun.launch.job import Job, LocalHost, count_cores, count_devices, local_host

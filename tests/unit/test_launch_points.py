@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import cli, points
 from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse

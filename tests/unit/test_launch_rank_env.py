@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from wordrun import ends, interrupts
+from wordrun.common import ends, interrupts
+from wordrun.common.slurm import compact_counts
 from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import RANK_ENV
 from wordrun.launch.schedulers import pbs
-from wordrun.slurm import compact_counts
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import address, site_files
 from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.launchers import LAUNCHERS, choose

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import limits, site_files
 from wordrun.launch.job_script import Origin, margin, script
 from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse

@@ -18,17 +18,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import wordrun
-from wordrun.config import MIX_PERIOD, ByteTokenizerConfig, TextConfig
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.data import manifest as manifests
 from wordrun.data.batch import Batch
 from wordrun.data.loader import Loader
+from wordrun.data.options import MIX_PERIOD, TextConfig
 from wordrun.data.order import Mix, Permutation, Sequences, order_of_run
+from wordrun.data.prepare import run, stage, writer
+from wordrun.data.prepare.obtain import obtain
+from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import Tokens, examine
+from wordrun.data.tokenizers.options import ByteTokenizerConfig
 from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError
-from wordrun.prepare import run, stage, writer
-from wordrun.prepare.obtain import obtain
-from wordrun.prepare.sources import locate
 
 
 def firsts(batches: list[Batch]) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import wordrun
-from wordrun.errors import ConfigError, UserError
-from wordrun.train.hooks import Hook
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.train.training import Hook
 
 PAGE = Path(__file__).parents[2] / "docs/generate.md"
 

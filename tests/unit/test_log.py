@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wordrun import log
+from wordrun.common import log
 
 STYLE = re.compile(r"\x1b\[[\d;]*m")
 LONG = "  wordrun generate run=outputs/shakespeare/nano-DDP/20261122-161615-ed28 prompt='a 1,234 b' length=200"

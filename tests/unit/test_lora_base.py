@@ -16,7 +16,7 @@ from torch import nn
 import wordrun
 from wordrun import Trainer
 from wordrun.checkpoint.saved import find
-from wordrun.errors import ConfigError, UserError
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.model import lora
 
 Words = Callable[..., list[str]]

@@ -66,8 +66,8 @@ def test_without_gradients_no_logits_are_kept() -> None:
 @pytest.mark.parametrize(("vocabulary", "chosen"), [(50, False), (50, True), (LARGE, False)])
 def test_a_model_uses_it_for_many_logits_or_if_it_is_chosen(vocabulary: int, chosen: bool) -> None:
     from wordrun import model as models
-    from wordrun.config import GPTConfig
     from wordrun.data.batch import Batch
+    from wordrun.model.options import GPTConfig
 
     model = models.build(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, batch_size=4), vocabulary)
     tokens = torch.randint(50, (4, 8))
@@ -89,8 +89,9 @@ def test_compiling_the_model_leaves_the_loss_to_its_own_kernel(monkeypatch: pyte
     """Traced as a part of the model, it would be the chunked code for the uncompiled case, several times slower."""
     from wordrun import model as models
     from wordrun.backend.transforms import prepare
-    from wordrun.config import Config, GPTConfig
+    from wordrun.config.schema import Config
     from wordrun.data.batch import Batch
+    from wordrun.model.options import GPTConfig
 
     graphs: list[str] = []
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import wordrun
-from wordrun import cgroup
-from wordrun.checks import accumulation, check
-from wordrun.composer import compose
-from wordrun.config import Config, TransformerConfig
+from wordrun.common import cgroup
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.compose import compose
+from wordrun.config.rules import accumulation, check
+from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, UserError
+from wordrun.model.options import TransformerConfig
 from wordrun.plan.comparison import refuse_before_torch
 from wordrun.plan.fit import TOLERANCE, Fit, Room
 from wordrun.plan.shapes import shapes_of
@@ -187,7 +188,7 @@ def test_a_run_that_cannot_fit_is_refused_before_torch_is_imported(words: list[s
     script = f"""
 import sys
 from wordrun.dist import World
-from wordrun.composer import compose
+from wordrun.config.compose import compose
 from wordrun.plan.comparison import refuse_before_torch
 size = 2 if "backend.pp=2" in {words!r} else 1
 cfg = compose({[*words, "data=sample", "train.device=cpu"]!r}, ranks=size, per_node=size)
@@ -263,7 +264,7 @@ def test_a_run_that_is_close_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 LIMITED = """
 import resource, sys
 import torch, wordrun.train.trainer
-from wordrun.train.cli import main
+from wordrun.commands.train import main
 
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**29, now + 2**29))

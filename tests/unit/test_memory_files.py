@@ -20,16 +20,16 @@ import torch
 from safetensors import safe_open
 
 import wordrun
-from wordrun.checkpoint import memory_file, shards, sums
+from wordrun.checkpoint import shards, sums
 from wordrun.checkpoint.folder import file_of, write_manifest
 from wordrun.checkpoint.grid import Grid
 from wordrun.checkpoint.index import Divided, StoredTensor
-from wordrun.checkpoint.node_memory import NodeMemory, name_of
-from wordrun.checks import check
-from wordrun.dist.peers import PeerError, Peers
+from wordrun.checkpoint.memory import copies, file as memory_file
+from wordrun.checkpoint.memory.node import NodeMemory, name_of
+from wordrun.checkpoint.memory.peers import PeerError, Peers
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.rules import check
 from wordrun.dist.world import World
-from wordrun.errors import ConfigError, UserError
-from wordrun.train import in_memory
 from wordrun.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def test_a_node_offers_only_what_is_published_and_intact(memory: Any) -> None:
 
 
 def test_what_ended_runs_have_left_is_removed_when_it_is_old_or_in_the_way(memory: Any, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from wordrun.checkpoint.node_memory import NodeMemory as M\n"
+    code = "import sys; from pathlib import Path; from wordrun.checkpoint.memory.node import NodeMemory as M\n"
     code += "m = M(Path(sys.argv[1])); m.draft('x'); print('ready', flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", code, str(tmp_path / "living")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as living:
@@ -268,7 +268,7 @@ def test_what_ended_runs_have_left_makes_room_for_a_share(memory: Any, tmp_path:
     dead = NodeMemory(tmp_path / "dead")
     checkpoint(dead)
     dead.close()
-    made = in_memory.MemoryCheckpoints.__new__(in_memory.MemoryCheckpoints)
+    made = copies.MemoryCheckpoints.__new__(copies.MemoryCheckpoints)
     made.memory = memory()
     checkpoint(made.memory)
     whole = (made.memory.path / NAME / file_of(0)).read_bytes()
@@ -289,7 +289,7 @@ def test_what_ended_runs_have_left_makes_room_for_a_share(memory: Any, tmp_path:
 def test_without_the_option_nothing_of_it_is_created(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_memory.MemoryCheckpoints, "__init__", None)
+    monkeypatch.setattr(copies.MemoryCheckpoints, "__init__", None)
     monkeypatch.setenv("WORDRUN_SHM", str(tmp_path))
     trained(small(f"hydra.run.dir={tmp_path}/run"))
     assert not list(tmp_path.glob("wordrun-memory-*"))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from wordrun.common.errors import ConfigError
 from wordrun.dist.mesh import AXES, Layout, resolve
-from wordrun.errors import ConfigError
 
 sizes = st.integers(1, 5)
 layouts = st.builds(Layout, sizes, sizes, sizes, sizes)

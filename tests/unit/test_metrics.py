@@ -15,9 +15,9 @@ import torch
 from wordrun import dist
 from wordrun.backend.base import StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.devices import DEVICES
 from wordrun.dist.collectives import all_max, all_mean, all_min, all_rows, all_sum
-from wordrun.track import LEGEND
+from wordrun.plan.devices import DEVICES
+from wordrun.track.base import LEGEND
 from wordrun.train.metrics import BINS, Meter, device_name, one_line, peak_flops
 from wordrun.train.state import TrainState
 

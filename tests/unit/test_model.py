@@ -14,13 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import model as models
-from wordrun.config import AdamWConfig, GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.data.batch import Batch
-from wordrun.model import Transformer, attention
+from wordrun.model import attention
 from wordrun.model.generate import generate
 from wordrun.model.llama import rotary_table, rotate
 from wordrun.model.modern import ngrams
-from wordrun.train.optim import adamw
+from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.model.transformer import Transformer
+from wordrun.train.optim.adamw import adamw
+from wordrun.train.optim.options import AdamWConfig
 
 GPT = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=16)

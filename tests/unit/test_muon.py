@@ -11,14 +11,14 @@ from torch import Tensor
 
 from wordrun import model as models
 from wordrun.backend.optimizer import NamedParameters, remember_ratios, set_learning_rate
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import GPTConfig, LlamaConfig, MuonConfig
-from wordrun.config_images import ConvNetConfig
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.rules import check
 from wordrun.model.base import Rows
-from wordrun.train.muon import Muon, iterations, momentum_at
-from wordrun.train.orthogonal import divided, joined, orthogonalized
+from wordrun.model.options import ConvNetConfig, GPTConfig, LlamaConfig
+from wordrun.train.optim.muon import Muon, iterations, momentum_at
+from wordrun.train.optim.options import MuonConfig
+from wordrun.train.optim.orthogonal import divided, joined, orthogonalized
 
 EXACT = [1.5, -0.5, 0.0] * 40
 """Coefficients of iterations that converge to the orthogonal matrix, slowly."""

@@ -19,16 +19,17 @@ from wordrun import model as models
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
 from wordrun.checkpoint.saved import find
-from wordrun.checks import check
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, OptimizerConfig, TransformerConfig
+from wordrun.commands.export import main
+from wordrun.common.errors import ConfigError
+from wordrun.config.registry import Part, part_of, parts
+from wordrun.config.rules import check
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
-from wordrun.export import main
 from wordrun.model import mup
 from wordrun.model.attention import causal_attention
-from wordrun.registry import Part, part_of, parts
+from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.study.fits import power_law
+from wordrun.train.optim.options import OptimizerConfig
 
 V = 31
 SHAPE: dict[str, Any] = {"n_layer": 2, "n_head": 2, "block_size": 16}

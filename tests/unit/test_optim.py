@@ -9,12 +9,14 @@ import torch
 
 from wordrun import model as models
 from wordrun.backend.optimizer import remember_ratios, set_learning_rate, tensors_of
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import AdamWConfig, GPTConfig, LinearScheduleConfig, OptimizerConfig, ScheduleConfig
-from wordrun.errors import ConfigError
-from wordrun.registry import part_of
-from wordrun.train.optim import adamw
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.registry import part_of
+from wordrun.config.rules import check
+from wordrun.model.options import GPTConfig
+from wordrun.train.optim.adamw import adamw
+from wordrun.train.optim.options import AdamWConfig, OptimizerConfig
+from wordrun.train.options import LinearScheduleConfig, ScheduleConfig
 from wordrun.train.schedule import learning_rate, unfinished_warmup
 
 CFG = OptimizerConfig(learning_rate=1e-3, warmup_iters=100, min_lr=1e-4)

@@ -18,9 +18,11 @@ from wordrun.backend.groups import GROUPS, GroupValues, StateError
 from wordrun.backend.optimizer import SavedState
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.checkpoint.index import load
-from wordrun.config import Config, ModelConfig, OptimizerConfig
-from wordrun.errors import ConfigError
-from wordrun.registry import Part, parts
+from wordrun.common.errors import ConfigError
+from wordrun.config.registry import Part, parts
+from wordrun.config.schema import Config
+from wordrun.model.options import ModelConfig
+from wordrun.train.optim.options import OptimizerConfig
 
 DIGITS = [
     "data=digits", "model=small_net", "optimizer=other", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",

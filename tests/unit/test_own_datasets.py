@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import wordrun
-from wordrun.config import Config, DataConfig, ModelConfig
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.registry import Part, parts
+from wordrun.config.schema import Config
 from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits, preserved
 from wordrun.data.loader import Loader
+from wordrun.data.options import DataConfig
 from wordrun.data.tensor_batch import TensorBatch
-from wordrun.errors import ConfigError, UserError
-from wordrun.registry import Part, parts
+from wordrun.model.options import ModelConfig
 
 WHAT = "training split of data=waves"
 

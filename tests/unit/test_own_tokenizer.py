@@ -14,17 +14,19 @@ import pytest
 import torch
 
 import wordrun
-from wordrun import cli, generate
-from wordrun.chat import Chat
+from wordrun import cli
 from wordrun.checkpoint.saved import find
-from wordrun.config import TextConfig, TokenizerConfig
+from wordrun.commands import generate
+from wordrun.commands.chat import Chat
+from wordrun.commands.export import main as export
+from wordrun.common.errors import ConfigError, PartError
+from wordrun.config.registry import Part, parts
+from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
-from wordrun.errors import ConfigError, PartError
-from wordrun.export import main as export
-from wordrun.registry import Part, parts
+from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.train import failing
-from wordrun.train.hooks import Hook
 from wordrun.train.trainer import Trainer
+from wordrun.train.training import Hook
 
 TEXT = "The quick brown fox jumps über the lazy dog .\n" * 60
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from wordrun.checkpoint.grid import Cut, Grid
 from wordrun.checkpoint.shards import TensorShard
-from wordrun.train import owners
-from wordrun.train.owners import Owners, assign
+from wordrun.train.optim import owners
+from wordrun.train.optim.owners import Owners, assign
 
 CPU = torch.device("cpu")
 Shards = list[list[TensorShard]]

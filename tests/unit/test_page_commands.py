@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from wordrun import cli
-from wordrun.checks import check
-from wordrun.composer import compose
+from wordrun.config.compose import compose
+from wordrun.config.rules import check
 from wordrun.launch.parser import parse
 
 DOCS = Path(__file__).parents[2] / "docs"

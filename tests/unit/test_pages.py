@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wordrun import dist
-from wordrun.errors import ConfigError, PartError, UserError, WorldError, with_page
+from wordrun.common.errors import ConfigError, PartError, UserError, WorldError, with_page
 from wordrun.launch import cli
 
 if TYPE_CHECKING:

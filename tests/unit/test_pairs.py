@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from wordrun import Trainer, compose, dist
-from wordrun.config import Config, MetricConfig
+from wordrun.common.errors import ConfigError
+from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.data.corpus import Corpus
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import IGNORED
-from wordrun.errors import ConfigError
-from wordrun.model import build
-from wordrun.prepare.obtain import obtain
+from wordrun.data.prepare.obtain import obtain
+from wordrun.model.construction import build
 from wordrun.train import language
 from wordrun.train.measures import accuracy
+from wordrun.train.options import MetricConfig
 
 WORDS = ["data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "data.shard_mb=1", "model.block_size=32"]
 EOT = 256

@@ -16,24 +16,22 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
-from wordrun import generate
 from wordrun.backend.split import check_shared
 from wordrun.backend.unused import Unused, UnusedError
 from wordrun.checkpoint.saved import find
-from wordrun.config import (
-    Config,
-    DataConfig,
-    HookConfig,
-    MetricConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TextModelConfig,
-    TrackerConfig,
-)
+from wordrun.commands import generate
+from wordrun.common.errors import ConfigError, PartError, UserError
+from wordrun.config.registry import Part, parts
+from wordrun.config.schema import Config
 from wordrun.data.examples import Splits
-from wordrun.errors import ConfigError, PartError, UserError
-from wordrun.model import Model, materialize, new_model
-from wordrun.registry import Part, parts
+from wordrun.data.options import DataConfig
+from wordrun.model.base import Model
+from wordrun.model.construction import materialize, new_model
+from wordrun.model.options import ModelConfig, TextModelConfig
+from wordrun.track.options import TrackerConfig
+from wordrun.train.hooks.options import HookConfig
+from wordrun.train.optim.options import OptimizerConfig
+from wordrun.train.options import MetricConfig
 
 DIGITS = [
     "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6", "train.log_interval=1",

@@ -14,41 +14,34 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
-from wordrun import compat, log, model as models
+from wordrun import model as models
+from wordrun.backend.options import SCHEDULES, BackendConfig, DDPConfig
 from wordrun.backend.transforms import prepare
-from wordrun.checks import check
-from wordrun.composer import compose
-from wordrun.config import (
-    SCHEDULES,
-    AdamWConfig,
-    BackendConfig,
-    Config,
-    DDPConfig,
-    GPTConfig,
-    LlamaConfig,
-    ModernConfig,
-    MoEConfig,
-    OptimizerConfig,
-    TransformerConfig,
-)
+from wordrun.commands.plan import USAGE, main, plan
+from wordrun.common import log
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
+from wordrun.config.layouts import layout
+from wordrun.config.registry import part_of, parts
+from wordrun.config.rules import check
+from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
-from wordrun.devices import VARIANTS
+from wordrun.dist import torch_private
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
 from wordrun.launch import site_files as sites
-from wordrun.layouts import layout
+from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
 from wordrun.plan import shapes, show
 from wordrun.plan.activations import saved_tensors
 from wordrun.plan.advice import Advice, advise
 from wordrun.plan.candidates import Estimate, Estimator, Unavailable
-from wordrun.plan.cli import USAGE, main, plan
+from wordrun.plan.devices import VARIANTS
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.shapes import NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import Strategy, bubble, in_flight
 from wordrun.plan.traffic import traffic
-from wordrun.registry import part_of, parts
 from wordrun.train.announce import spread_context
+from wordrun.train.optim.options import AdamWConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -86,7 +79,7 @@ def measured_peak(cfg: Config, vocab_size: int) -> int:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations_are_within_a_fifth_of_the_measured_peak(shape: str, dtype: str, checkpointing: str) -> None:
     # Products emulated without bf16 instructions need less than the plan's copies; no run computes that way.
-    rel = 0.25 if dtype == "bf16" and not compat.cpu_is_fast_at_bf16() else 0.2
+    rel = 0.25 if dtype == "bf16" and not torch_private.cpu_is_fast_at_bf16() else 0.2
     # Each vocabulary meets both dtypes and every checkpointing, one of them in fp32 and the other in bf16.
     vocab_size = 128 if (dtype == "fp32") == (checkpointing in ("none", "full")) else 4096
     cfg = Config(model=SHAPES[shape], backend=DDPConfig(), optimizer=AdamWConfig())
@@ -150,7 +143,9 @@ def test_what_a_block_keeps_is_what_autograd_saves(shape: str) -> None:
         block(torch.randn(B, T, C, requires_grad=True)).sum()
     kept = sum(4 * each.width for each in tensors if each.needed) + 4 * C
     shared = getattr(cfg.model, "n_kv_head", None)
-    if shared and not compat.CPU_SHARES_HEADS:  # torch 2.8: each query head keeps keys and values, of each window
+    if (
+        shared and not torch_private.CPU_SHARES_HEADS
+    ):  # torch 2.8: each query head keeps keys and values, of each window
         window = getattr(cfg.model, "window", None) or T
         keys = sum(min(at + window, T) - max(0, at - window + 1) for at in range(0, T, window))
         kept += 4 * 2 * C * (keys / T - shared / cfg.model.n_head)

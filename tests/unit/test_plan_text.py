@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from wordrun.composer import compose
+from wordrun.commands.plan import main, plan
+from wordrun.config.compose import compose
+from wordrun.config.layouts import layout
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
-from wordrun.layouts import layout
 from wordrun.plan.advice import advise
 from wordrun.plan.candidates import LIKE_ZERO_3, ZERO_3_OFFLOADED, Estimate
-from wordrun.plan.cli import main, plan
 from wordrun.plan.comparison import Comparison
 from wordrun.plan.fit import Fit, Room
 from wordrun.plan.options import PlanConfig, hardware, ranks_for_launch

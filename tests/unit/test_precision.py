@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wordrun
-from wordrun import compat
 from wordrun.backend import precision
 from wordrun.backend.precision import GAIN, bf16_gain
+from wordrun.dist import torch_private
 from wordrun.train.metrics import means
 from wordrun.train.trainer import Trainer
 
@@ -34,7 +34,7 @@ def _product_s(dtype: torch.dtype) -> float:
     return min(times)
 
 
-@pytest.mark.skipif(not compat.cpu_is_fast_at_bf16(), reason="would emulate bf16")
+@pytest.mark.skipif(not torch_private.cpu_is_fast_at_bf16(), reason="would emulate bf16")
 def test_the_measurement_is_clear_and_leaves_no_trace() -> None:
     """Whatever it says: Zen 4 gains 2, and a Xeon with AVX512_BF16 whose host hides AMX loses as much."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
@@ -68,7 +68,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_an_evaluation_casts_each_weight_once(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: True)
+    monkeypatch.setattr(torch_private, "cpu_is_fast_at_bf16", lambda: True)
     words = [word for word in small("train.dtype=bf16") if word != "train.dtype=fp32"]
     counts = []
     with Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
@@ -82,7 +82,7 @@ def test_an_evaluation_casts_each_weight_once(small: Words, tmp_path: Path, monk
 def test_bf16_has_to_gain_and_a_resumed_run_keeps_it(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: True)
+    monkeypatch.setattr(torch_private, "cpu_is_fast_at_bf16", lambda: True)
     words = [word for word in small("train.dtype=auto") if word != "train.dtype=fp32"]
     for gain, dtype in ((0.9 * GAIN, "fp32"), (1.1 * GAIN, "bf16")):
         # When a product in fp32 begins and ends, and one in bf16.
@@ -103,7 +103,7 @@ def test_bf16_has_to_gain_and_a_resumed_run_keeps_it(
 def test_without_instructions_nothing_is_measured(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: False)
+    monkeypatch.setattr(torch_private, "cpu_is_fast_at_bf16", lambda: False)
     monkeypatch.setattr(time, "thread_time", lambda: 1 / 0)
     words = [word for word in small("train.dtype=auto") if word != "train.dtype=fp32"]
     with Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:

@@ -26,30 +26,30 @@ import pytest
 from matplotlib.image import imread
 
 import wordrun
-from wordrun.config import (
+from wordrun.commands.prepare import main
+from wordrun.common.errors import ConfigError, PartError, UserError
+from wordrun.config.registry import Part, parts
+from wordrun.config.schema import Config
+from wordrun.data import manifest as manifests, shards
+from wordrun.data.corpus import open_prepared, open_text
+from wordrun.data.options import TextConfig
+from wordrun.data.prepare import fingerprint, lock, obtain, run, tokenize, workers
+from wordrun.data.prepare.sources import locate
+from wordrun.data.prepare.sources.base import Source, WorkItem
+from wordrun.data.prepare.sources.download import DownloadSource
+from wordrun.data.prepare.sources.files import FileSource
+from wordrun.data.prepare.sources.sample import sample_text
+from wordrun.data.prepare.writer import SplitWriter
+from wordrun.data.tokenizers.char import ByteTokenizer
+from wordrun.data.tokenizers.options import (
     BPETokenizerConfig,
     ByteTokenizerConfig,
     CharTokenizerConfig,
-    Config,
     GPT2TokenizerConfig,
-    TextConfig,
     TokenizerConfig,
 )
-from wordrun.data import manifest as manifests, shards
-from wordrun.data.corpus import open_prepared, open_text
-from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.data.tokenizers.subword import HFTokenizer
 from wordrun.dist import World
-from wordrun.errors import ConfigError, PartError, UserError
-from wordrun.prepare import fingerprint, lock, obtain, run, tokenize, workers
-from wordrun.prepare.cli import main
-from wordrun.prepare.sources import locate
-from wordrun.prepare.sources.base import Source, WorkItem
-from wordrun.prepare.sources.download import DownloadSource
-from wordrun.prepare.sources.files import FileSource
-from wordrun.prepare.sources.sample import sample_text
-from wordrun.prepare.writer import SplitWriter
-from wordrun.registry import Part, parts
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -246,7 +246,7 @@ def test_a_killed_preparation_is_continued(texts: Path, tmp_path: Path, start: S
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
         (tmp_path / "in" / f"{number:02d}" / "a.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
-    words = [sys.executable, "-m", "wordrun.prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
+    words = [sys.executable, "-m", "wordrun.data.prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
              f"data.prepared={tmp_path / 'out'}", "data.workers=1"]  # fmt: skip
     process = start(*words, stderr=subprocess.STDOUT)
     while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
@@ -583,7 +583,7 @@ def test_what_a_tokenizer_learns_from_is_not_read_with_all_around_it(
         read.append(len(content))
         return content.decode()
 
-    monkeypatch.setattr("wordrun.prepare.sources.files.decoded", decoded)
+    monkeypatch.setattr("wordrun.data.prepare.sources.files.decoded", decoded)
     sample = "".join(run._sample(run.Preparation(source, BPETokenizerConfig(), tmp_path, parts, None), 1000))
     assert len(parts) == 2
     assert 900 < len(sample) <= 1000
@@ -645,7 +645,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number:02d}.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
     words = ["data=text", f"data.path={tmp_path}", "tokenizer=byte", f"data.prepared={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "wordrun.prepare", *words, "data.workers=2"]
+    command = [sys.executable, "-m", "wordrun.data.prepare", *words, "data.workers=2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
             assert process.poll() is None, process.communicate()[0]
@@ -659,7 +659,7 @@ def test_a_script_without_a_main_guard_can_prepare(by: str, texts: Path, tmp_pat
     script = f"""
 import wordrun
 from wordrun.dist import World
-from wordrun.prepare.obtain import obtain
+from wordrun.data.prepare.obtain import obtain
 print("once")
 cfg = wordrun.compose(["data=text", "data.path={texts}", "tokenizer=byte", "data.prepared={tmp_path / "out"}"])
 obtain(cfg, World())
@@ -703,7 +703,7 @@ def test_ranks_that_are_threads_prepare_their_workers_one_after_the_other(monkey
 def test_a_kind_of_source_is_a_class_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the worker processes, and in a module that is not part of wordrun."""
     (tmp_path / "numerals.py").write_text("""
-from wordrun.prepare.sources.base import Document, Source, WorkItem
+from wordrun.data.prepare.sources.base import Document, Source, WorkItem
 
 class Numerals(Source):
     @classmethod

@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from wordrun.config import GPTConfig, LlamaConfig, TransformerConfig
-from wordrun.errors import ConfigError, UserError
-from wordrun.model import meta_model
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.model.construction import meta_model
+from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.model.pretrained import fetch, model_config, open_weights, read_config
 
 V = 61

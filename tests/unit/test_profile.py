@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import wordrun
-from wordrun import compat, dist, log
-from wordrun.config import ProfilerConfig
-from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError
-from wordrun.registry import Part, parts
+from wordrun import dist
+from wordrun.common import log
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.registry import Part, parts
+from wordrun.dist import World, torch_private
+from wordrun.train.options import ProfilerConfig
 from wordrun.train.profile import Profiler, build
 
 
@@ -180,8 +181,8 @@ def test_the_order_of_calls_for_a_snapshot_of_cudas_memory(
     """Only when recording begins, what is written when, and that recording ends: the rest needs a GPU."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(compat, "record_memory", lambda entries: calls.append(f"record {entries}"))
-    monkeypatch.setattr(compat, "dump_memory", lambda file: calls.append(file.name))
+    monkeypatch.setattr(torch_private, "record_memory", lambda entries: calls.append(f"record {entries}"))
+    monkeypatch.setattr(torch_private, "dump_memory", lambda file: calls.append(file.name))
     words = small("profiler=memory", "profiler.wait=2", "profiler.warmup=1", "profiler.active=1", "train.device=cpu")
     cfg = wordrun.compose([*words, f"train.max_iters={steps}", "optimizer.gas=1", f"hydra.run.dir={tmp_path}/run"])
     ends = pytest.raises(UserError, match="out of memory on") if fails else contextlib.nullcontext()

@@ -15,9 +15,9 @@ import pytest
 import wordrun
 from wordrun import cli
 from wordrun.checkpoint import folder as folders
-from wordrun.errors import UserError
-from wordrun.runs.metrics import parsed
-from wordrun.train.hooks import Hook
+from wordrun.common.errors import UserError
+from wordrun.track.metrics_jsonl import parsed
+from wordrun.train.training import Hook
 
 Words = Callable[..., list[str]]
 SAVING = (

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import wordrun
-from wordrun import project, registry
-from wordrun.config import OptimizerConfig, SGDConfig, from_plain, to_plain
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config import project, registry
+from wordrun.config.registry import KINDS, part_of, parts
+from wordrun.config.schema import from_plain, to_plain
 from wordrun.dist import values
-from wordrun.errors import ConfigError, UserError
-from wordrun.registry import KINDS, part_of, parts
+from wordrun.train.optim.options import OptimizerConfig, SGDConfig
 
 if TYPE_CHECKING:
     from conftest import Command

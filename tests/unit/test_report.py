@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from wordrun.arguments import parse
-from wordrun.errors import UserError
-from wordrun.files import in_use
-from wordrun.report import cli, facts, page
-from wordrun.report.cli import ReportConfig, runs_in
-from wordrun.runs import ls, metrics, tail
-from wordrun.runs.record import find, load
+from wordrun.commands import ls, report, tail
+from wordrun.commands.report import ReportConfig, runs_in
+from wordrun.common.errors import UserError
+from wordrun.common.files import in_use
+from wordrun.config.arguments import parse
+from wordrun.track import metrics_jsonl
 from wordrun.track.plots import POINTS, draw, thin
+from wordrun.track.report import facts, page
+from wordrun.track.run_json import find, load
 
 CONFIG = "model: {name: nano, n_layer: 2}\ndata: {name: shakespeare}\ntrain: {backend: DDP, max_iters: 40, seed: 1}\n"
 
@@ -110,7 +111,7 @@ def test_a_later_launch_is_a_row_and_a_mark(tmp_path: Path) -> None:
     assert "Launches" in found.text
     assert "stopped by SIGTERM, saved" in found.text
     assert "8 to 20" in found.text
-    measured = metrics.read(run)
+    measured = metrics_jsonl.read(run)
     title = "shakespeare: nano, DDP  (run)"
     assert found.plots["loss.png"] == draw(measured, title, [8])["loss.png"] != draw(measured, title)["loss.png"]
 
@@ -153,13 +154,13 @@ def test_a_page_shows_the_profiles(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([f"run={tmp_path}"]) == 2
+    assert report.main([f"run={tmp_path}"]) == 2
     assert "contains no run" in capsys.readouterr().err
-    assert cli.main([f"run={tmp_path / 'none'}"]) == 2
+    assert report.main([f"run={tmp_path / 'none'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
-    assert cli.main([f"runs={tmp_path}"]) == 2
+    assert report.main([f"runs={tmp_path}"]) == 2
     assert "there is no run there" in capsys.readouterr().err
-    assert cli.main([f"run={make_run(tmp_path / 'run')}", f"out={tmp_path / 'none' / 'x.html'}"]) == 1
+    assert report.main([f"run={make_run(tmp_path / 'run')}", f"out={tmp_path / 'none' / 'x.html'}"]) == 1
     assert "choose another file with out=FILE" in capsys.readouterr().err
 
 
@@ -168,7 +169,7 @@ def test_a_comparison_lists_what_differs(tmp_path: Path, capsys: pytest.CaptureF
         make_run(tmp_path / "outputs" / name, lr=lr, loss=3.0)
     (tmp_path / "outputs" / "latest").symlink_to("c")
     out = tmp_path / "all.html"
-    assert cli.main([f"runs={tmp_path}/outputs/a, {tmp_path}/outputs", f"out={out}"]) == 0
+    assert report.main([f"runs={tmp_path}/outputs/a, {tmp_path}/outputs", f"out={out}"]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     text = Page([out]).text
     assert "3 runs" in text
@@ -233,14 +234,14 @@ def test_spikes_are_counted(tmp_path: Path) -> None:
         json.dumps({**line, "spikes": line["step"] // 8} if "loss" in line else line) + "\n" for line in lines
     )
     (run / "metrics.jsonl").write_text(text)
-    assert metrics.read(run).spikes() == [7, 15]
+    assert metrics_jsonl.read(run).spikes() == [7, 15]
     assert "loss spikes2" in Page(page.write(run)).text.replace("\n", "")
 
 
 def test_metrics_are_columns_with_gaps(tmp_path: Path) -> None:
     lines = ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": null, "mfu": 40}', '{"step": 2, "val_loss": 1.5}', "?"]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    found = metrics.read(tmp_path)
+    found = metrics_jsonl.read(tmp_path)
     assert [found.training.rows, found.evaluation.rows, found.broken] == [2, 1, 1]
     assert found.training.last("loss") == 2.0
     assert str(list(found.training["mfu"])) == "[nan, 40.0]"
@@ -314,6 +315,6 @@ def test_tail_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_first_word_is_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
-    assert cli.main([str(run)]) == 0
+    assert report.main([str(run)]) == 0
     assert ReportConfig().run == "outputs/latest"
     assert Path(capsys.readouterr().out.strip()) == run / "report.html"

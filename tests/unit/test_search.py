@@ -16,10 +16,10 @@ import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from wordrun.errors import ConfigError
+from wordrun.commands.train import main
+from wordrun.common.errors import ConfigError
 from wordrun.study import pool, search
 from wordrun.study.options import LauncherOptions, SweeperOptions
-from wordrun.train.cli import main
 
 # Instead of wordrun: its loss is (x - 3)^2, and with "slow" it evaluates again and again until it is stopped.
 POINT = """

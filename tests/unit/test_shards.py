@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import ByteTokenizerConfig, CharTokenizerConfig, TextConfig
+from wordrun.common.errors import ConfigError
 from wordrun.data import manifest as manifests, shards
 from wordrun.data.corpus import open_foreign, open_prepared
 from wordrun.data.manifest import Entry, Manifest
+from wordrun.data.options import TextConfig
+from wordrun.data.prepare import writer
 from wordrun.data.shards import Shard, Tokens, examine
 from wordrun.data.tokenizers.char import ByteTokenizer
+from wordrun.data.tokenizers.options import ByteTokenizerConfig, CharTokenizerConfig
 from wordrun.dist import World
-from wordrun.errors import ConfigError
-from wordrun.prepare import writer
 
 
 def llm_c(path: Path, tokens: list[int], magic: int = 20240520, version: int = 1, dtype: str = "<u2") -> Path:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from wordrun.common.errors import ConfigError
+from wordrun.common.slurm import expand_counts, expand_hosts
 from wordrun.dist.rendezvous import meeting_point
 from wordrun.dist.world import World
-from wordrun.errors import ConfigError
-from wordrun.slurm import expand_counts, expand_hosts
 
 HOST_LISTS = {
     "nid[001234-001236,001300]": "nid001234 nid001235 nid001236 nid001300",

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from wordrun.errors import ConfigError, UserError
+from wordrun.commands.study import main
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.study import conduct, pool, scaling
-from wordrun.study.cli import main
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number
 from wordrun.study.runner import Runner

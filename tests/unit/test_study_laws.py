@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import wordrun
-from wordrun.errors import ConfigError
-from wordrun.runs import metrics
+from wordrun.commands.study import main
+from wordrun.common.errors import ConfigError
 from wordrun.study import coord, isoflop
-from wordrun.study.cli import main
 from wordrun.study.fits import minimum, power_law
 from wordrun.study.points import DONE, IMPOSSIBLE
+from wordrun.track import metrics_jsonl
 
 SIZES = [1e4, 2e4, 4e4, 8e4, 1.6e5]
 
@@ -174,7 +174,7 @@ def test_the_hook_measures_the_columns_of_the_study(small: Any, tmp_path: Path) 
         batch, _ = trainer.task.validation_set(trainer.cfg.model.batch_size)[0]
         with torch.no_grad():
             logits = trainer.backend.parts[0].eval()(batch.tokens)
-    found = metrics.read(tmp_path).other
+    found = metrics_jsonl.read(tmp_path).other
     assert {name for name in found.columns if "/" in name} == {*coord.columns_of(trainer.cfg.transformer)}
     assert found.last("activation/logits") == pytest.approx(float(logits.abs().mean()), rel=1e-5)
     first, last = (x for x in found["change/blocks.0"] if math.isfinite(x))  # one line is the evaluation's

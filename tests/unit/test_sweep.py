@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wordrun.composer import compose
-from wordrun.errors import ConfigError
+from wordrun.commands.train import main, sweep_points
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
 from wordrun.launch.job import Job
 from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse
@@ -27,7 +28,6 @@ from wordrun.study import part, search, sweep as sweeps
 from wordrun.study.options import LauncherOptions
 from wordrun.study.placements import divide
 from wordrun.study.sweep import together
-from wordrun.train.cli import main, sweep_points
 
 if TYPE_CHECKING:
     from conftest import Start

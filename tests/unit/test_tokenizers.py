@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig, TokenizerConfig
-from wordrun.data import tokenizers
-from wordrun.data.tokenizers import subword, word_cache
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.data.prepare.sources.sample import sample_text
+from wordrun.data.tokenizers import construction as tokenizers, subword, word_cache
 from wordrun.data.tokenizers.base import END, Tokenizer
 from wordrun.data.tokenizers.char import ByteTokenizer, CharTokenizer, distinct
-from wordrun.errors import ConfigError, UserError
-from wordrun.prepare.sources.sample import sample_text
+from wordrun.data.tokenizers.options import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig, TokenizerConfig
 
 UNICODE = st.text(alphabet=st.characters(codec="utf-8"))
 

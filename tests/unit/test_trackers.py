@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import pytest
 
 import wordrun
-from wordrun.config import TrackerConfig
-from wordrun.errors import UserError
-from wordrun.registry import Part, parts
-from wordrun.track import Tracker
+from wordrun.common.errors import UserError
+from wordrun.config.registry import Part, parts
+from wordrun.track.base import Tracker
 from wordrun.track.jsonl import read
+from wordrun.track.options import TrackerConfig
 
 Words = Callable[..., list[str]]
 
@@ -140,8 +140,8 @@ def test_tensorboard_has_the_config_as_hparams(board: tuple[Path, Any], text_fil
 
 
 def test_a_rollback_hides_the_steps_after_it(small: Words, tmp_path: Path) -> None:
-    from wordrun.config import TensorBoardConfig
     from wordrun.track.base import RunInfo
+    from wordrun.track.options import TensorBoardConfig
     from wordrun.track.tensorboard import TensorBoardTracker
 
     tracker = TensorBoardTracker(TensorBoardConfig(), RunInfo(wordrun.compose(small()), tmp_path, {}), {})

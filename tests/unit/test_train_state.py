@@ -13,12 +13,14 @@ import pytest
 
 import wordrun
 from wordrun.checkpoint.saved import find
-from wordrun.config import EarlyStopConfig, TrackerConfig, from_plain, to_plain
-from wordrun.errors import ConfigError
-from wordrun.registry import Part, parts
-from wordrun.track import Tracker
+from wordrun.common.errors import ConfigError
+from wordrun.config.registry import Part, parts
+from wordrun.config.schema import from_plain, to_plain
+from wordrun.track.base import Tracker
 from wordrun.track.jsonl import read
+from wordrun.track.options import TrackerConfig
 from wordrun.train.hooks.early_stop import EarlyStop
+from wordrun.train.hooks.options import EarlyStopConfig
 from wordrun.train.state import TrainState
 from wordrun.train.trainer import Trainer
 

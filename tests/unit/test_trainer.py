@@ -27,18 +27,21 @@ import yaml
 from matplotlib.image import imread
 
 import wordrun
-from wordrun import cli, compat, export, generate
+from wordrun import cli
 from wordrun.backend.ddp import DDPBackend
-from wordrun.config import Config
+from wordrun.commands import export, generate
+from wordrun.common.errors import ConfigError, WorldError
+from wordrun.config.schema import Config
+from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
-from wordrun.errors import ConfigError, WorldError
-from wordrun.prepare.sources.sample import sample_text
-from wordrun.runs import metrics
+from wordrun.dist import torch_private
+from wordrun.track import metrics_jsonl
 from wordrun.track.jsonl import read
 from wordrun.track.plots import draw, smooth
-from wordrun.train.hooks import Hook, standard
+from wordrun.train.hooks import standard
 from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
+from wordrun.train.training import Hook
 
 if TYPE_CHECKING:
     from conftest import Draws, Start
@@ -206,8 +209,8 @@ def test_the_plot_marks_lines_with_more_spikes_than_before(tmp_path: Path) -> No
     plots = []
     for some, rows in ((lines[::2], [1, 4]), (lines[1::2], [])):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in some) + '{"step": 6')
-        assert metrics.read(tmp_path).spikes() == rows
-        plots.append(draw(metrics.read(tmp_path), "spikes")["loss.png"])
+        assert metrics_jsonl.read(tmp_path).spikes() == rows
+        plots.append(draw(metrics_jsonl.read(tmp_path), "spikes")["loss.png"])
     assert plots[0] != plots[1]
 
 
@@ -453,7 +456,7 @@ def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
     flags = Path("/proc/cpuinfo").read_text()
     has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
     limited = "ONEDNN_MAX_CPU_ISA" in os.environ
-    assert compat.cpu_is_fast_at_bf16() == (has_bf16 and not limited)
+    assert torch_private.cpu_is_fast_at_bf16() == (has_bf16 and not limited)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
@@ -462,7 +465,7 @@ def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
     asked: str, has_bf16: bool, small: Words, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(compat, "cpu_is_fast_at_bf16", lambda: has_bf16)
+    monkeypatch.setattr(torch_private, "cpu_is_fast_at_bf16", lambda: has_bf16)
     monkeypatch.setattr(time, "thread_time", cycle([0.0, 2.0, 0.0, 1.0]).__next__)  # a product in fp32, one in bf16
     folder = tmp_path / "run"
     run(small(f"train.dtype={asked}"), folder)
@@ -568,10 +571,10 @@ def test_an_interrupted_run_is_complete(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH")  # with plots
     folder = tmp_path / "run"
-    metrics = folder / "metrics.jsonl"
+    metrics_jsonl = folder / "metrics.jsonl"
     words = small("train.max_iters=1_000_000", "train.log_interval=1", f"hydra.run.dir={folder}")
     process = start("wordrun", *words)
-    _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+    _wait_for(lambda: metrics_jsonl.exists() and len(metrics_jsonl.read_text().splitlines()) > 3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     told = record(folder)

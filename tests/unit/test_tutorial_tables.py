@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.composer import compose
+from wordrun.config.compose import compose
 from wordrun.launch.parser import parse
 
 PAGE = (Path(__file__).parents[2] / "docs/tutorials/coming_from.md").read_text()

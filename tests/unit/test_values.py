@@ -12,9 +12,9 @@ import pytest
 
 import wordrun
 from wordrun.checkpoint.folder import Folder
+from wordrun.config.registry import parts
+from wordrun.data.prepare.sources.base import WorkItem
 from wordrun.dist import values
-from wordrun.prepare.sources.base import WorkItem
-from wordrun.registry import parts
 
 
 def test_configs_arrive_as_they_were() -> None:
@@ -49,7 +49,7 @@ def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
     "found",
     [
         {"os:system": [["command", "touch ran"]]}, {"subprocess:Popen": [["args", ["touch", "ran"]]]},
-        {"wordrun.errors:UserError": []}, {"wordrun.dist.values:importlib.import_module": [["name", "antigravity"]]},
+        {"wordrun.common.errors:UserError": []}, {"wordrun.dist.values:importlib.import_module": [["name", "antigravity"]]},
         {"antigravity:geohash": []}, {"": []}, {"a:b": 1, "c:d": 2},
     ],
 )  # fmt: skip

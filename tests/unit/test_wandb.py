@@ -18,9 +18,9 @@ import pytest
 import wandb
 
 import wordrun
-from wordrun.config import WandbConfig
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 from wordrun.track.jsonl import read
+from wordrun.track.options import WandbConfig
 from wordrun.track.wandb import choose_mode
 from wordrun.train.training import Hook, Training
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from wordrun import model as models
-from wordrun.composer import compose
-from wordrun.config import LlamaConfig
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.config.compose import compose
 from wordrun.model.attention import causal_attention, document_mask
 from wordrun.model.cache import KVCache
+from wordrun.model.options import LlamaConfig
 
 GEMMA = LlamaConfig(
     n_layer=4, n_head=4, n_kv_head=2, head_size=12, n_embd=32, n_hidden=48, block_size=24, qk_norm=True, window=5,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wordrun import dist
+from wordrun.common.errors import UserError, WorldError
 from wordrun.dist.world import World, discover
-from wordrun.errors import UserError, WorldError
 
 if TYPE_CHECKING:
     from conftest import Command

@@ -1,5 +1,28 @@
-"""Backends take optimizer steps in parallel. Each is one file and one line in ``wordrun.parts``."""
+"""Backends take optimizer steps in parallel. Each is a part: a file, its options and a line in ``config/parts.py``."""
 
-from wordrun.backend.base import Backend, BackendSpec, StepResult, build
+from typing import TYPE_CHECKING, Any
+
+from wordrun.common.lazy import attribute
+
+if TYPE_CHECKING:
+    from wordrun.backend.base import (
+        Backend as Backend,
+        BackendSpec as BackendSpec,
+        StepResult as StepResult,
+        build as build,
+    )
 
 __all__ = ["Backend", "BackendSpec", "StepResult", "build"]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(
+        __name__,
+        name,
+        {
+            "Backend": "wordrun.backend.base",
+            "BackendSpec": "wordrun.backend.base",
+            "StepResult": "wordrun.backend.base",
+            "build": "wordrun.backend.base",
+        },
+    )

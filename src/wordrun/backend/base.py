@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wordrun import heap
-from wordrun.backend import float8
+from wordrun.backend import float8, heap
 from wordrun.backend.optimizer import (
     NamedParameters,
     remember_ratios,
@@ -21,16 +20,18 @@ from wordrun.backend.optimizer import (
     scale_rates,
     warn_of_left_out,
 )
+from wordrun.backend.options import BackendConfig
 from wordrun.backend.precision import choose_dtype
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
-from wordrun.config import BackendConfig, Config, ModelConfig
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.registry import part_of
+from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, UserError
-from wordrun.model import Model
-from wordrun.registry import part_of
+from wordrun.model.base import Model
+from wordrun.model.options import ModelConfig
 
 MakeModel = Callable[..., Any]
 """Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from wordrun import compat
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
+from wordrun.backend.options import DDPConfig
 from wordrun.backend.transforms import compile_options, prepare
-from wordrun.config import DDPConfig
-from wordrun.dist import mpi
-from wordrun.model import Model, materialize
+from wordrun.dist import mpi, torch_private
+from wordrun.model.base import Model
+from wordrun.model.construction import materialize
 
 
 def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -51,7 +51,7 @@ class DDPBackend(NativeBackend):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            **compat.without_buffer_broadcast(),
+            **torch_private.without_buffer_broadcast(),
         )
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
@@ -62,7 +62,7 @@ class DDPBackend(NativeBackend):
         # torch records a static graph in the first pass, so that must be a real one, and where it looks for unused
         # parameters, it keeps the first buckets.
         if not (options.static_graph or options.find_unused_parameters):
-            compat.settle_buckets(replica)
+            torch_private.settle_buckets(replica)
         return replica
 
     def _timed(self, communicator: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -79,4 +79,4 @@ class DDPBackend(NativeBackend):
         """Release the reducer while the process group has other references."""
         # As the last reference, it would destroy the group while holding the GIL, which gloo's threads may need.
         if self.replica is not None:
-            compat.release_reducer(self.replica)
+            torch_private.release_reducer(self.replica)

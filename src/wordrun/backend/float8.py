@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 MULTIPLE = 16
 """Float8 products need both dimensions of a weight to be multiples of this."""

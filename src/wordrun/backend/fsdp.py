@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
-from wordrun import compat
 from wordrun.backend import split
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.native import NativeBackend
-from wordrun.checks import context_attention
-from wordrun.config import FSDPConfig
+from wordrun.backend.options import FSDPConfig
+from wordrun.config.rules import context_attention
+from wordrun.dist import torch_private
 from wordrun.dist.mesh import AXES, EXPERT_AXES
-from wordrun.model import Transformer
 from wordrun.model.context import Context
+from wordrun.model.transformer import Transformer
 
 
 class FSDPBackend(NativeBackend):
@@ -51,7 +51,7 @@ class FSDPBackend(NativeBackend):
                 cast("Transformer", part).divide_sequences(self.context)
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    compat.time_collectives(module, self.timer)
+                    torch_private.time_collectives(module, self.timer)
 
     def _context(self, spec: BackendSpec) -> Context | None:
         """Return the ranks among which each sequence is divided; None: it is not."""

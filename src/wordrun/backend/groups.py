@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wordrun import compat
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
+from wordrun.dist import torch_private
 
 GROUPS = "groups."
 NOT_SAVED = ("params", "param_names", "lr", "lr_ratio")
@@ -147,7 +147,7 @@ def _snapshot(value: Any) -> Any:
     try:
         return _plain(value)
     except TypeError:
-        return _Other(value, id(value), compat.version_of(value) if isinstance(value, Tensor) else 0)
+        return _Other(value, id(value), torch_private.version_of(value) if isinstance(value, Tensor) else 0)
 
 
 def _plain(value: Any) -> Any:
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return {"float": struct.pack(">d", float(value)).hex()}
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        whole = value.full_tensor() if compat.is_sharded(value) else value
+        whole = value.full_tensor() if torch_private.is_sharded(value) else value
         return {"tensor": _plain(whole.item()), "dtype": str(value.dtype).removeprefix("torch."), "dims": value.dim()}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_plain(each) for each in value]}

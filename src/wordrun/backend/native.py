@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wordrun import compat
 from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked, require_shards
 from wordrun.backend.buffers import KeptBuffers
 from wordrun.backend.optimizer import NamedParameters, SavedState, parameter_of, set_learning_rate
@@ -25,7 +24,8 @@ from wordrun.backend.unused import Unused
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
-from wordrun.model import LossesOf, Model
+from wordrun.dist import torch_private
+from wordrun.model.base import LossesOf, Model
 
 
 class NativeBackend:
@@ -86,7 +86,7 @@ class NativeBackend:
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
             if not self.alone:  # the rest is spent waiting for other ranks
-                compat.after_gradients(loss, partial(clock.lap, "backward"))
+                torch_private.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
             clock.lap("backward" if self.alone else "communication")
             losses.append(loss.detach())
@@ -333,7 +333,7 @@ class NativeBackend:
                 continue
             part.compile_loss(on=False)
             for module in (part, *part.blocks.children()):
-                compat.uncompile(module)
+                torch_private.uncompile(module)
 
     def close(self) -> None:
         """Release everything that uses the process group."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wordrun import compat
+from wordrun.dist import torch_private
 
 SMALL = 2**16
 """Tensors of fewer elements stay on the device."""
@@ -36,7 +36,7 @@ class Offload:
     def __init__(self, block: nn.Module) -> None:
         # Weights stay, also as copies in 16 bits or transposed: recognized by their shape, which activations lack.
         parameters: list[Any] = [*block.parameters()]
-        shapes = [tuple((p.to_local() if compat.is_sharded(p) else p).shape) for p in parameters]
+        shapes = [tuple((p.to_local() if torch_private.is_sharded(p) else p).shape) for p in parameters]
         self.stay = {*shapes, *(shape[::-1] for shape in shapes)}
         self.seen: dict[Any, tuple[Offloaded, Tensor]] = {}
         """What this forward pass has copied, since several operations save the same tensor; with the tensors, so that
@@ -46,7 +46,7 @@ class Offload:
         """Return what autograd keeps instead of ``tensor``."""
         if type(tensor) is not Tensor or tensor.numel() < SMALL or tuple(tensor.shape) in self.stay:
             return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), compat.version_of(tensor))
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), torch_private.version_of(tensor))
         if key not in self.seen:
             self.seen[key] = self._copy(tensor), tensor
         return self.seen[key][0]

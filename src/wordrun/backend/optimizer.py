@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wordrun import compat
 from wordrun.backend.groups import GROUPS, OFF, GroupValues, StateError
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.checkpoint.index import StoredTensor
+from wordrun.common.errors import ConfigError, first_line
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.dist import torch_private
 from wordrun.dist.collectives import all_max, gather_json
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, first_line
-from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.model.base import Rows
 
 TENSOR, NUMBER = "optimizer.", "number."
@@ -168,7 +168,7 @@ def tensors_of(optimizer: Optimizer, parameters: Named, part: str = "") -> dict[
 
 def _is_plain(value: Any, parameter: Any) -> bool:
     """Return whether a state is a tensor of torch's own, sharded or not, or of the same type as its parameter."""
-    kinds = [type(each.to_local() if compat.is_sharded(each) else each) for each in (value, parameter)]
+    kinds = [type(each.to_local() if torch_private.is_sharded(each) else each) for each in (value, parameter)]
     return kinds[0] in (Tensor, nn.Parameter, kinds[1])
 
 

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from wordrun import compat
 from wordrun.backend.base import BackendSpec, Fetch, StepResult
 from wordrun.backend.buffers import KeptBuffers
 from wordrun.backend.fsdp import FSDPBackend
+from wordrun.backend.options import INTERLEAVED, PPConfig
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import full, local
-from wordrun.checks import accumulation
-from wordrun.config import INTERLEAVED, PPConfig
+from wordrun.common.errors import ConfigError
+from wordrun.config.rules import accumulation
+from wordrun.dist import torch_private
 from wordrun.dist.mesh import blocks_of, owner_of
-from wordrun.errors import ConfigError
-from wordrun.model import Transformer
+from wordrun.model.transformer import Transformer
 
 
 class PipelineBackend(FSDPBackend):
@@ -35,16 +35,16 @@ class PipelineBackend(FSDPBackend):
 
     def __init__(self, spec: BackendSpec) -> None:
         cfg, options, pp = spec.cfg, spec.options_of(PPConfig), spec.layout.pp
-        if pp > 1 and spec.layout.tp > 1 and not compat.pipeline_takes_tensor_parallel():
+        if pp > 1 and spec.layout.tp > 1 and not torch_private.pipeline_takes_tensor_parallel():
             wrong = f"in a pipeline needs torch 2.11 or newer; torch {torch.__version__} would compute wrong gradients"
             raise ConfigError(
                 f"backend.tp={spec.layout.tp} {wrong}: use backend.tp=1, or train.backend=TP",
                 page="backends.md#pipelines",
             )
-        if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not compat.zbv_runs_on_cpus():
+        if options.schedule == "ZBVZeroBubble" and spec.device.type == "cpu" and not torch_private.zbv_runs_on_cpus():
             wrong = f"on CPUs needs torch 2.12 or newer, not {torch.__version__}"
             raise ConfigError(f"backend.schedule=ZBVZeroBubble {wrong}: use backend.schedule=InterleavedZeroBubble")
-        all_logits = options.zero_bubble and not compat.zero_bubble_takes_functions()
+        all_logits = options.zero_bubble and not torch_private.zero_bubble_takes_functions()
         if all_logits and cfg.train.chunked_loss:
             wrong = f"with backend.schedule={options.schedule} needs torch 2.13 or newer, not {torch.__version__}"
             raise ConfigError(f"train.chunked_loss=true {wrong}: use false, or backend.schedule=Interleaved1F1B")
@@ -80,7 +80,7 @@ class PipelineBackend(FSDPBackend):
         # The last stage computes the losses; the schedule wants a target, but does not use it.
         last = {"target": targets, "targets": targets, "losses": losses} if self.parts[-1].is_last else {}
         with self.forward_context():
-            compat.pipeline_step(self.schedule, *first, **last, **every)
+            torch_private.pipeline_step(self.schedule, *first, **last, **every)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         dist.broadcast(loss, group=self.pipeline_group, group_src=self.owners[-1])
         clock.lap("passes")

@@ -7,9 +7,10 @@ import time
 import torch
 import torch.nn.functional as F
 
-from wordrun import compat, dist
-from wordrun.config import Config
-from wordrun.log import LOGGER
+from wordrun import dist
+from wordrun.common.log import LOGGER
+from wordrun.config.schema import Config
+from wordrun.dist import torch_private
 
 GAIN = 1.25
 """bf16 is used if a matrix product is at least this many times as fast in it. From a width of 128 on, AMD Zen 4 and
@@ -87,4 +88,4 @@ def _is_fast(dtype: torch.dtype, device: torch.device) -> bool:
         return True
     if device.type == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    return dtype == torch.bfloat16 and compat.cpu_is_fast_at_bf16()
+    return dtype == torch.bfloat16 and torch_private.cpu_is_fast_at_bf16()

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from wordrun import compat
 from wordrun.backend.base import BackendSpec
+from wordrun.backend.options import FSDPConfig
 from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.tensors import local
 from wordrun.backend.transforms import compile_options, prepare_block, prepare_rest
-from wordrun.config import FSDPConfig
-from wordrun.errors import ConfigError
-from wordrun.model import Model
+from wordrun.common.errors import ConfigError
+from wordrun.dist import torch_private
+from wordrun.model.base import Model
 from wordrun.model.exchange import Exchange
 from wordrun.model.moe import Experts
 
@@ -102,7 +102,7 @@ class Splitter:
             layer.weight = nn.Parameter(mine)
         experts.divide_experts(Exchange(mesh.get_group("ep"), mesh["ep"].size()))
         self._shard(experts, mesh, "expert_shard")
-        compat.hide_hooks(experts)
+        torch_private.hide_hooks(experts)
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, axis: str = "shard", *, casts: bool = True) -> None:
         spec, options = self.spec, self.options

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wordrun import compat
+from wordrun.dist import torch_private
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
-    return tensor.to_local() if compat.is_sharded(tensor) else tensor
+    return tensor.to_local() if torch_private.is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor; all ranks that hold shards of it must call this."""
-    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
+    return tensor.full_tensor() if torch_private.is_sharded(tensor) else tensor
 
 
 def average(tensors: Sequence[Tensor], group: Any = None) -> None:
@@ -36,4 +36,4 @@ def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for device in {shard.device for shard in shards}:
-        compat.scale([shard for shard in shards if shard.device == device], factor.to(device))
+        torch_private.scale([shard for shard in shards if shard.device == device], factor.to(device))

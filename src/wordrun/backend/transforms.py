@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from wordrun import compat
 from wordrun.backend import float8
 from wordrun.backend.buffers import unchanged_buffers
 from wordrun.backend.offload import offloaded
-from wordrun.config import Config, checkpointing_of
+from wordrun.config.schema import Config
+from wordrun.dist import torch_private
 from wordrun.dist.mesh import Layout
-from wordrun.model import Model
+from wordrun.model.base import Model
+from wordrun.train.options import checkpointing_of
 
 Options = dict[str, Any] | None
 """Options of inductor, torch's compiler."""
@@ -107,4 +108,4 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else ""
-    return CheckpointPolicy.MUST_SAVE if name in compat.PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in torch_private.PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from wordrun.config import Config, ModelConfig
-from wordrun.errors import UserError
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.registry import part_of
+from wordrun.common.errors import UserError
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.config.registry import part_of
+from wordrun.config.schema import Config
+from wordrun.model.options import ModelConfig
 
 SHOWN = 8
 """How many parameters a message names."""

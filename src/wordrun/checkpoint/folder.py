@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wordrun import files
 from wordrun.checkpoint import sums
-from wordrun.errors import ConfigError, UserError
+from wordrun.common import files
+from wordrun.common.errors import ConfigError, UserError
 
 FORMAT = 4
 MANIFEST = "manifest.json"

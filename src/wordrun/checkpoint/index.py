@@ -25,7 +25,7 @@ from torch import Tensor
 from wordrun.checkpoint import torch_format
 from wordrun.checkpoint.folder import DamagedError, file_of
 from wordrun.checkpoint.grid import Box, Cut, Grid
-from wordrun.errors import first_line
+from wordrun.common.errors import first_line
 
 INDEX = "tensors.json"
 FILE = re.compile(r"\w[\w.-]*", re.ASCII)

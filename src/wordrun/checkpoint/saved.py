@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun import compat_deepspeed
+from wordrun.backend.deepspeed import compat
 from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
-from wordrun.config import Config, TransformerConfig, from_plain
-from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.log import LOGGER
-from wordrun.model import Model, Transformer, lora, meta_model, mup, new_model, pretrained
-from wordrun.model.base import LazyWeights
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.log import LOGGER
+from wordrun.config.schema import Config, from_plain
+from wordrun.model import lora, mup, pretrained
+from wordrun.model.base import LazyWeights, Model
+from wordrun.model.construction import meta_model, new_model
+from wordrun.model.options import TransformerConfig
+from wordrun.model.transformer import Transformer
 
 MODEL = "model."
 """Prefix of the names of weights in a checkpoint."""
@@ -171,7 +174,7 @@ class Saved:
                 "pip install 'wordrun[deepspeed]'"
             ) from None
         try:
-            with compat_deepspeed.deepspeed_reads_data_only(self.folder / ENGINE):
+            with compat.deepspeed_reads_data_only(self.folder / ENGINE):
                 state = convert(str(self.folder), tag=ENGINE)
             return {name: state[name] for name, _ in self.meta_model().weights()}
         except UserError:

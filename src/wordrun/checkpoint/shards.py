@@ -22,13 +22,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wordrun import compat, files
 from wordrun.checkpoint import index, sums, torch_format
 from wordrun.checkpoint.folder import SUFFIX, DamagedError, file_of
 from wordrun.checkpoint.grid import Box, Cut, Grid
 from wordrun.checkpoint.index import INDEX, Divided, StoredShard, StoredTensor
+from wordrun.common import files
+from wordrun.common.errors import first_line
+from wordrun.dist import torch_private
 from wordrun.dist.mesh import Layout
-from wordrun.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
     """Return this rank's shard of ``tensor``, in the same memory; only of the first ``rows`` if the rest is padding."""
     tensor = tensor.detach()
     shape, offset, data = tensor.shape, (0,) * tensor.dim(), tensor
-    if compat.is_sharded(tensor):
-        offset, data = compat.shard_offset(tensor), tensor.to_local()
+    if torch_private.is_sharded(tensor):
+        offset, data = torch_private.shard_offset(tensor), tensor.to_local()
     if rows is not None:
         shape, data = torch.Size((rows, *shape[1:])), data[: max(0, rows - offset[0])]
     return TensorShard(name, shape, offset, data)
@@ -56,7 +57,7 @@ def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
 
 def grid_of(tensor: Tensor, layout: Layout) -> Grid:
     """Return how ``tensor`` is divided over the ranks of ``layout``."""
-    if not compat.is_sharded(tensor):
+    if not torch_private.is_sharded(tensor):
         return Grid(tuple(tensor.shape))
     names = tensor.device_mesh.mesh_dim_names or ()
     pairs = [
@@ -64,7 +65,9 @@ def grid_of(tensor: Tensor, layout: Layout) -> Grid:
         for axis, how in zip(names, tensor.placements, strict=True)
         if not how.is_replicate() and getattr(layout, axis) > 1
     ]
-    pairs.sort(key=lambda pair: compat.is_strided(pair[1]))  # fully_shard divides what tensor parallelism has left
+    pairs.sort(
+        key=lambda pair: torch_private.is_strided(pair[1])
+    )  # fully_shard divides what tensor parallelism has left
     cuts = (Cut(how.dim, getattr(layout, axis), layout.stride(axis)) for axis, how in pairs)  # type: ignore[attr-defined]
     return Grid(tuple(tensor.shape), tuple(cuts))
 

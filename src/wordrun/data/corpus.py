@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun import dist, files
-from wordrun.config import GPT2TokenizerConfig, TextConfig, TokenizerConfig
-from wordrun.data import manifest as manifests, shards, tokenizers
+from wordrun import dist
+from wordrun.common import files
+from wordrun.common.errors import ConfigError
+from wordrun.data import manifest as manifests, shards
+from wordrun.data.options import TextConfig
+from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.options import GPT2TokenizerConfig, TokenizerConfig
 from wordrun.data.tokenizers.subword import gpt2_if_present
-from wordrun.errors import ConfigError
 
 EXAMINED = 2**20
 """Number of tokens to check against the vocabulary at each end of shards without a manifest."""

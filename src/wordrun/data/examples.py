@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wordrun.common.errors import ConfigError
+from wordrun.config.registry import Part
 from wordrun.data.fixed_set import deal
 from wordrun.data.order import Permutation
 from wordrun.data.tensor_batch import TensorBatch
-from wordrun.errors import ConfigError
-from wordrun.registry import Part
 
 Augment = Callable[[Any, np.random.Generator], Any]
 """Returns a random variation of an input, or for batches of another class than ``Examples`` of a dict of the example's

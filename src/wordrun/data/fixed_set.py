@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wordrun.common.errors import ConfigError
 from wordrun.data.batch import Batch
 from wordrun.data.pairs import PairSequences
 from wordrun.data.shards import Array
-from wordrun.errors import ConfigError
 
 
 def deal(count: int, batch_size: int, rank: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

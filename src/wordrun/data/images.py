@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wordrun.config_images import FakeImagesConfig, ImageFolderConfig, ImagesConfig
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.files import absolute
 from wordrun.data.examples import Augment, Splits
-from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.files import absolute
+from wordrun.data.options import FakeImagesConfig, ImageFolderConfig, ImagesConfig
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Means and standard deviations of the colors, on a scale from 0 to 1."""

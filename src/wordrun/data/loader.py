@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 CLOSE_S = 1.0
 """Seconds that close() waits for the thread, which may hang in a file system; the thread is a daemon."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun.config import TextConfig
+from wordrun.common.errors import ConfigError
+from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.data import shards
-from wordrun.data.tokenizers import from_json
+from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.base import Tokenizer
-from wordrun.errors import ConfigError
-from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.data.tokenizers.construction import from_json
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun.config import MIX_PERIOD, Config
+from wordrun.common.errors import ConfigError
+from wordrun.config.schema import Config
 from wordrun.data.batch import Batch, rows
 from wordrun.data.corpus import Corpus
+from wordrun.data.options import MIX_PERIOD
 from wordrun.data.pairs import PairSequences
 from wordrun.data.shards import Array
-from wordrun.errors import ConfigError
 
 ROUNDS = 6  # 4 rounds make a Feistel network a strong pseudo-random permutation (Luby and Rackoff 1988)
 BLOCK = 4096  # positions of the shuffle computed at once; NumPy is slow on small arrays

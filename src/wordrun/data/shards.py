@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 HEADER = 256
 """Number of int32 values before the tokens."""

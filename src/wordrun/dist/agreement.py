@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from wordrun.common.errors import WorldError
 from wordrun.dist.setup import shared_store
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
 
 # Polls per second by all ranks together.
 LOOKS_PER_S = 20_000

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wordrun.common.errors import WorldError
+from wordrun.common.log import LOGGER
 from wordrun.dist.world import World
-from wordrun.errors import WorldError
-from wordrun.log import LOGGER
 
 if TYPE_CHECKING:
     import torch

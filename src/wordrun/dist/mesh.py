@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """Outermost first."""

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wordrun import interrupts, slurm
+from wordrun.common import interrupts, slurm
+from wordrun.common.errors import WorldError, first_line
 from wordrun.dist.world import TRACED, World
-from wordrun.errors import WorldError, first_line
 
 PROGRESS_S = 0.02
 

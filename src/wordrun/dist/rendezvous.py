@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from wordrun import slurm
+from wordrun.common import slurm
+from wordrun.common.errors import WorldError, first_line
+from wordrun.common.ports import pick
 from wordrun.dist import mpi
 from wordrun.dist.world import World
-from wordrun.errors import WorldError, first_line
-from wordrun.ports import pick
 
 # Ranks that have not met by then never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from wordrun import cgroup, slurm
-from wordrun.dist import mpi, values, watch
+from wordrun.common import cgroup, slurm
+from wordrun.common.errors import UserError, WorldError, show, with_page
+from wordrun.common.log import LOGGER
+from wordrun.dist import mpi, values
 from wordrun.dist.device import backend_of, choose_device
+from wordrun.dist.hang import watch
 from wordrun.dist.rendezvous import open_store
 from wordrun.dist.world import World, discover
-from wordrun.errors import UserError, WorldError, show, with_page
-from wordrun.log import LOGGER
 
 # A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0

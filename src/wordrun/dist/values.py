@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from wordrun.registry import packages
+from wordrun.config.registry import packages
 
 RESTORE: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "dict": dict, "path": Path}
 

@@ -16,8 +16,8 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from wordrun.errors import WorldError
-from wordrun.slurm import expand_counts, is_task
+from wordrun.common.errors import WorldError
+from wordrun.common.slurm import expand_counts, is_task
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.common.ports import PORTS, pick
 from wordrun.launch.job import short
 from wordrun.launch.site import Site, fill
-from wordrun.ports import PORTS, pick
 
 # Number of names to look up concurrently.
 ASKED_AT_ONCE = 32

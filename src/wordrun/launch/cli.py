@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wordrun.errors import REQUEUE, ConfigError, UserError, short_lines, with_page
+from wordrun.common.errors import REQUEUE, ConfigError, UserError, short_lines, with_page
+from wordrun.common.version import __version__
 from wordrun.launch import points, record
 from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
@@ -20,7 +21,6 @@ from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.planner import look_around, make_plan, records_folder
 from wordrun.launch.request import Identity, Options
 from wordrun.launch.schedulers import SCHEDULERS
-from wordrun.version import __version__
 
 # By then the ranks have met, so a port in use is one that the user's program opened.
 MEETING_S = 600.0

@@ -49,7 +49,7 @@ class Finding:
 
 def main(options: Options) -> int:
     """Run the checks, print the findings, and return 1 if something is wrong."""
-    command = (sys.executable, "-m", "wordrun.probe", PREFIX)
+    command = (sys.executable, "-m", "wordrun.commands.probe", PREFIX)
     probe = replace(
         options, command=command, doctor=False, elastic=False, json=False, idle_timeout=None, walltime_margin=None
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlparse
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 # An untracked file above this size [bytes] is more likely data than code.
 LARGEST_UNTRACKED = 10e6

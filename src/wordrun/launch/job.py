@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from wordrun import cgroup
-from wordrun.errors import ConfigError
+from wordrun.common import cgroup
+from wordrun.common.errors import ConfigError
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 

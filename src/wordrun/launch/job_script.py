@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from wordrun.errors import REQUEUE, ConfigError
+from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch import limits, points
 from wordrun.launch.freeze import Frozen
 from wordrun.launch.parser import INNER

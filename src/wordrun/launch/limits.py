@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wordrun.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError, nearest
 from wordrun.launch import points as of_points
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers.base import Scheduler, node_count

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SUBMITTERS

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from wordrun.files import read_proc
+from wordrun.common.files import read_proc
 from wordrun.launch import processes
 from wordrun.launch.plan import LaunchPlan
 

@@ -7,8 +7,8 @@ import glob
 import os
 import re
 
-from wordrun import cgroup, slurm
-from wordrun.files import read_proc
+from wordrun.common import cgroup, slurm
+from wordrun.common.files import read_proc
 
 KILLED = re.compile(r"Killed process (\d+) \((.*)\) total-vm:\d+kB, anon-rss:(\d+)kB(?:.*UID:(\d+))?")
 # The kernel log has the process IDs of the first PID namespace, which has this fixed number.

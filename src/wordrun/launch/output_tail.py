@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wordrun.errors import REQUEUE, first_line
+from wordrun.common.errors import REQUEUE, first_line
 from wordrun.launch.launchers import LAUNCHERS
 
 # Enough for a launcher's error messages and the tracebacks of a few ranks.

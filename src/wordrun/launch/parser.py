@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from wordrun.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError, nearest
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers import SCHEDULERS

@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from wordrun.ends import UNFINISHED
+from wordrun.common.ends import UNFINISHED
+from wordrun.common.slurm import compact_counts
+from wordrun.launch.elastic.wire import VARIABLE
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import Launcher
 from wordrun.launch.request import LONGEST, Decided, Options, Ranks, Request
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, fill
-from wordrun.launch.wire import VARIABLE
-from wordrun.slurm import compact_counts
 
 # Variables that an outer launch sets for its ranks; each launcher lists its own in ``stale``.
 OWN = (
@@ -99,7 +99,7 @@ def build(
 
 def _guarded(request: Request, launcher: Launcher) -> Request:
     """Return the request for a guardian on each node, which starts the node's ranks; no launcher should bind it."""
-    command = (sys.executable, "-m", "wordrun.launch.guardian")
+    command = (sys.executable, "-m", "wordrun.launch.elastic.guardian")
     bind = "none" if launcher.binds_one else None
     own = launcher.keep_going if request.options.spare_nodes else ()
     options = replace(

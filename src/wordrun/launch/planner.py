@@ -10,8 +10,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from wordrun import cgroup
-from wordrun.errors import ConfigError, UserError
+from wordrun.common import cgroup
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.run_id import new_run_id
 from wordrun.launch import address, login
 from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
@@ -23,7 +24,6 @@ from wordrun.launch.record import mask_words
 from wordrun.launch.request import Decided, Identity, Options, Ranks
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
-from wordrun.run_id import new_run_id
 
 
 class CommandError(UserError):

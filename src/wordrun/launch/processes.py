@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from wordrun.files import read_proc
+from wordrun.common.files import read_proc
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # A process that dumps core may take longer to exit, but has printed its stacks by then.

@@ -13,14 +13,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import REQUEUE, short_lines
-from wordrun.files import DIED, in_use, read_json, replace
+from wordrun.common.errors import REQUEUE, short_lines
+from wordrun.common.files import DIED, in_use, read_json, replace
+from wordrun.common.version import __version__
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.request import Ranks
 from wordrun.launch.site import Site
-from wordrun.version import __version__
 
 # Matches KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)

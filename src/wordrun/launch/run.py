@@ -16,11 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wordrun import ends
-from wordrun.errors import REQUEUE, ConfigError
-from wordrun.files import why
+from wordrun.common import ends
+from wordrun.common.errors import REQUEUE, ConfigError
+from wordrun.common.files import why
 from wordrun.launch import processes
-from wordrun.launch.elastic import Guardians
+from wordrun.launch.elastic.guardians import Guardians
+from wordrun.launch.elastic.wire import VARIABLE
 from wordrun.launch.job import short
 from wordrun.launch.kills import Kills, Outcome
 from wordrun.launch.launchers.base import PASSED_ON
@@ -31,7 +32,6 @@ from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
 from wordrun.launch.stdin import forward
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
-from wordrun.launch.wire import VARIABLE
 
 CANNOT_START = 126
 

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from wordrun import stack_requests
-from wordrun.errors import ConfigError, UserError
+from wordrun.common import stack_requests
+from wordrun.common.errors import ConfigError, UserError
 
 # Ranks look for requests at least this often, and wait for each other's answers as long again.
 PATIENCE_S = 90.0

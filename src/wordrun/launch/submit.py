@@ -14,8 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from wordrun.errors import ConfigError, UserError
-from wordrun.files import why
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.files import why
+from wordrun.common.run_id import new_run_id
 from wordrun.launch import limits, planner, points, site_files
 from wordrun.launch.freeze import Frozen, describe, freeze
 from wordrun.launch.job_script import Origin, script
@@ -24,7 +25,6 @@ from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 from wordrun.launch.supervisor import say
-from wordrun.run_id import new_run_id
 
 
 class SubmitError(UserError):

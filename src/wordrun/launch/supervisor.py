@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from wordrun import ends, stack_requests
-from wordrun.errors import MARK, REQUEUE, ConfigError, ranges, short_lines
+from wordrun.common import ends, stack_requests
+from wordrun.common.errors import MARK, REQUEUE, ConfigError, ranges, short_lines
 from wordrun.launch import processes
-from wordrun.launch.elastic import Guardians
+from wordrun.launch.elastic.guardians import Guardians
 from wordrun.launch.launchers.base import STOPPING
 from wordrun.launch.output import Output
 from wordrun.launch.output_tail import lines_of

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wordrun import compat
-from wordrun.kernels import keeps_weights, skips_blocks
+from wordrun.dist import torch_private
 from wordrun.model import flex
 from wordrun.model.dropout import dropout
+from wordrun.model.kernels import keeps_weights, skips_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -212,4 +212,4 @@ def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
     """
     if q.device.type == "cuda":
         return mask is None and q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cpu" and compat.CPU_SHARES_HEADS
+    return q.device.type == "cpu" and torch_private.CPU_SHARES_HEADS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 
 DRAWN_ON_CPU = 2**25
 """Matrices of up to this many elements are drawn on the CPU, so that they are the same on every kind of device.

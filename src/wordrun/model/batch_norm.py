@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat
+from wordrun.dist import torch_private
 from wordrun.dist.collectives import all_mean
 
 
@@ -32,14 +32,14 @@ class SyncBatchNorm(BatchNorm):
 
     process_group = None
     """All ranks."""
-    _check_non_zero_input_channels = compat.check_channels
+    _check_non_zero_input_channels = torch_private.check_channels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (B, C, H, W) normalized; in training every rank must call this."""
         if not self.training or not dist.is_initialized():
             return super().forward(x)
         if x.device.type != "cpu":
-            return compat.sync_batch_norm(self, x)
+            return torch_private.sync_batch_norm(self, x)
         dims, shape = [0, 2, 3], [1, -1, 1, 1]
         wide = x.float()
         mean: Tensor = _AllMean.apply(wide.mean(dims))  # type: ignore[no-untyped-call]

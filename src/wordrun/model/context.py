@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wordrun import compat
-from wordrun.kernels import ROWS
+from wordrun.dist import torch_private
 from wordrun.model.attention import Mask, causal_attention, document_mask
+from wordrun.model.kernels import ROWS
 
 
 @lru_cache(maxsize=8)
@@ -72,7 +72,7 @@ class Context:
     def _gather(self, x: Tensor) -> Tensor:
         """Return the tensors like ``x`` of all ranks, (n, ...)."""
         parts = x.new_empty(self.size, *x.shape)
-        compat.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        torch_private.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return parts
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
@@ -212,5 +212,5 @@ class _Gathered(torch.autograd.Function):
             d_kv[:, :, :, :end] += torch.stack(of_keys)
         parts = context.by_rank(d_kv, dim=3).unflatten(3, (context.size, -1)).movedim(3, 0)
         mine = torch.empty_like(parts[0])
-        compat.reduce_scatter_single(mine, parts.flatten(0, 1), group=context.group)
+        torch_private.reduce_scatter_single(mine, parts.flatten(0, 1), group=context.group)
         return d_q, *mine.type_as(q), None, None, None, None

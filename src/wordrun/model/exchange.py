@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wordrun import compat
+from wordrun.dist import torch_private
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def rows_of_rank(weight: Tensor, ranks: int) -> Tensor:
     The tokens of all ranks contribute to it, and the loss is the mean over them. ``fully_shard`` divides only by the
     number of ranks that have the same experts.
     """
-    mine = weight.to_local() if compat.is_sharded(weight) else weight
+    mine = weight.to_local() if torch_private.is_sharded(weight) else weight
     return _Divided.apply(mine, ranks) if ranks > 1 else mine  # type: ignore[no-any-return,no-untyped-call]
 
 

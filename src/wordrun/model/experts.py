@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wordrun.errors import UserError
+from wordrun.common.errors import UserError
 from wordrun.model.base import LazyWeights
 
 ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")

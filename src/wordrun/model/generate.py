@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from wordrun.errors import first_line
+from wordrun.common.errors import first_line
 from wordrun.model.base import Model
 from wordrun.model.cache import KVCache
 from wordrun.model.transformer import Transformer

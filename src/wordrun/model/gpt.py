@@ -11,7 +11,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun.config import GPTConfig
 from wordrun.model import mup
 from wordrun.model.attention import Mask
 from wordrun.model.block import Block
@@ -19,6 +18,7 @@ from wordrun.model.cache import KVCache
 from wordrun.model.context import Context, attention, positions_of
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import LayerNorm
+from wordrun.model.options import GPTConfig
 from wordrun.model.transformer import Transformer
 
 

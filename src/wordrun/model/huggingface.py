@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig, value_text
-from wordrun.errors import UserError
-from wordrun.model import experts, lora, meta_model
+from wordrun.common.errors import UserError
+from wordrun.common.section import value_text
+from wordrun.model import experts, lora
+from wordrun.model.construction import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
+from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
 
 GPT2_NAMES = {
     "tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",

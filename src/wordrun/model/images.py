@@ -10,11 +10,11 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat_vision
-from wordrun.config_images import ConvNetConfig, ResNetConfig
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.dist import torch_private_vision
 from wordrun.model.base import Model
 from wordrun.model.batch_norm import BatchNorm, SyncBatchNorm
+from wordrun.model.options import ConvNetConfig, ResNetConfig
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "none": lambda channels: nn.Identity(), "batch": BatchNorm, "sync": SyncBatchNorm,
@@ -95,7 +95,7 @@ class ResNet(Classifier):
 
     def __init__(self, cfg: ResNetConfig, shape: Sequence[int], classes: int) -> None:
         super().__init__()
-        build = getattr(compat_vision.torchvision("models", f"model={cfg.name}"), f"resnet{cfg.depth}")
+        build = getattr(torch_private_vision.torchvision("models", f"model={cfg.name}"), f"resnet{cfg.depth}")
         net = build(num_classes=classes, norm_layer=NORMS[cfg.norm])
         convolution = partial(nn.Conv2d, shape[0], 64, bias=False)
         if cfg.stem == "small" or (cfg.stem == "auto" and min(shape[1:]) < SMALL):

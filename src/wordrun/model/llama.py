@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun.config import LlamaConfig
 from wordrun.model import mup
 from wordrun.model.attention import Mask
 from wordrun.model.block import Block
@@ -23,6 +22,7 @@ from wordrun.model.cache import KVCache
 from wordrun.model.context import Context, attention
 from wordrun.model.dropout import Dropout
 from wordrun.model.norms import RMSNorm
+from wordrun.model.options import LlamaConfig
 from wordrun.model.transformer import Transformer
 
 TRAINED_LENGTH = 8192

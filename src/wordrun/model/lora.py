@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
-from wordrun.config import TransformerConfig
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.model.base import LazyWeights
 from wordrun.model.dropout import Dropout
+from wordrun.model.options import TransformerConfig
 
 A, B = "lora_a", "lora_b"
 """Names of the two matrices, (rank, inputs) and (outputs, rank), beside the layer's weight."""

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wordrun import compat, kernels
+from wordrun.dist import torch_private
+from wordrun.model import kernels
 
 
 def applies(head: nn.Module) -> bool:
@@ -24,7 +25,7 @@ def applies(head: nn.Module) -> bool:
     weight: Any = head.weight
     if type(head) is not nn.Linear or weight.dim() != 2:
         return False
-    if not compat.is_sharded(weight):
+    if not torch_private.is_sharded(weight):
         return type(weight) is nn.Parameter
     return weight.device_mesh.mesh_dim_names == ("tp",) and weight.placements[0].is_shard(0)
 
@@ -34,7 +35,7 @@ def on_this_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, dist.Proces
 
     The gradient of ``x`` becomes the sum over these ranks, that of ``weight`` a shard as it is.
     """
-    if not compat.is_sharded(weight):
+    if not torch_private.is_sharded(weight):
         return x, weight, None
     from torch.distributed.tensor import Partial, Replicate
 

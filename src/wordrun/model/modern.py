@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat
-from wordrun.config import ModernConfig
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.dist import torch_private
 from wordrun.model import llama
 from wordrun.model.block import Block
 from wordrun.model.cache import KVCache
 from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
+from wordrun.model.options import ModernConfig
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"relu2": lambda x: x * F.relu(x), "gelu": F.gelu}  # on a CPU, the gradient of square() takes 10 times as long
@@ -124,7 +124,7 @@ class Modern(llama.Llama):
         """Return how tensor-parallel ranks shard the matrices; value embeddings are divided as the heads are."""
         from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
-        if self.cfg.ngram_rows and not compat.tells_tables_apart():
+        if self.cfg.ngram_rows and not torch_private.tells_tables_apart():
             raise ConfigError(
                 f"model.ngram_rows={self.cfg.ngram_rows} on tensor-parallel ranks needs torch 2.11 or newer, not "
                 f"{torch.__version__}: upgrade torch, leave model.ngram_rows empty, or use backend.tp=1"

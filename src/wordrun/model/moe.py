@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat_experts
-from wordrun.config import MoEConfig
+from wordrun.dist import torch_private_experts
 from wordrun.model.base import Rows
 from wordrun.model.block import Block, TokenBatch
 from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
 from wordrun.model.exchange import Exchange, rows_of_rank
 from wordrun.model.llama import GATES, MLP, Attention, Llama
+from wordrun.model.options import MoEConfig
 
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
@@ -192,7 +192,7 @@ class Experts(nn.Module):
         ranks = self.exchange.size if self.exchange else 1
         layers = (self.gate, self.up, self.proj)
         gate, up, proj = (rows_of_rank(layer.weight, ranks).to(dtype) for layer in layers)
-        product = compat_experts.grouped_product(x, self.n_hidden, dtype)
+        product = torch_private_experts.grouped_product(x, self.n_hidden, dtype)
         x = x.to(dtype)
         hidden = self.activation(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
         hidden = hidden * product(x, up.view(-1, self.n_hidden, self.n_embd), counts)

@@ -13,9 +13,9 @@ from functools import partial
 
 from torch import Tensor
 
-from wordrun.config import ModelConfig, TransformerConfig
-from wordrun.errors import ConfigError, UserError
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.model.base import LazyWeights
+from wordrun.model.options import ModelConfig, TransformerConfig
 
 FIELDS = ("mup", "mup_base_width", "mup_base_head_size")
 """The options of muP."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.model.base import Model
 
 SHARED = {"losses", "metrics", "uses", "tensor_parallel_plan", "blocks"}

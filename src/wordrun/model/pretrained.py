@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.config import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig, value_text
-from wordrun.errors import ConfigError, UserError, first_line, unpickling_problem
+from wordrun.common.errors import ConfigError, UserError, first_line, unpickling_problem
+from wordrun.common.section import value_text
 from wordrun.model import experts, mup
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, architecture, match, to_ours
+from wordrun.model.options import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
 
 KINDS = {
     "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),

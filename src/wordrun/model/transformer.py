@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun import compat, kernels
-from wordrun.config import TransformerConfig
-from wordrun.model import lora, loss
+from wordrun.dist import torch_private
+from wordrun.model import kernels, lora, loss
 from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model, Rows
 from wordrun.model.block import Block, TokenBatch
 from wordrun.model.cache import KVCache
 from wordrun.model.context import Context
 from wordrun.model.dropout import Dropout
+from wordrun.model.options import TransformerConfig
 
 
 class Transformer(Model):
@@ -233,7 +233,7 @@ class Transformer(Model):
         if self.is_first:
             tokens = x
             x = in_compute_dtype(self.embed(tokens, caches[0] if caches else None, documents, **given))
-            x = compat.waited(x)
+            x = torch_private.waited(x)
         mask = None if documents is None else self.attention_mask(documents, context)
         for (layer, block), cache in zip(self.blocks.items(), caches or repeat(None), strict=False):
             x = block(x, cache=cache, mask=mask, **self.additions(layer, tokens), **given)
@@ -246,7 +246,7 @@ class Transformer(Model):
         """Return what keeps attention within ``documents`` (B, T)."""
         cfg, p = self.cfg, self.cfg.dropout if self.training else 0.0
         facts = p, cfg.attention_width() // cfg.n_head, cfg.attention_spans()
-        compiled = any(map(compat.is_compiled, (self, *self.blocks.values())))
+        compiled = any(map(torch_private.is_compiled, (self, *self.blocks.values())))
         return (context.mask if context else document_mask)(documents, *facts, compiled=compiled)
 
     def leave_uncompiled(self) -> None:
@@ -332,7 +332,7 @@ def in_compute_dtype(x: Tensor) -> Tensor:
 
 def unsharded(tensor: Tensor) -> Tensor:
     """Return the full tensor, on every tensor-parallel rank."""
-    return tensor.full_tensor() if compat.is_sharded(tensor) else tensor
+    return tensor.full_tensor() if torch_private.is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
@@ -341,7 +341,7 @@ def mask_padding(logits: Tensor, start: int) -> None:
 
     Autograd would copy the gradients of all logits to mask those that the softmax makes exactly 0 anyway.
     """
-    if compat.is_sharded(logits):  # sharded by vocabulary, over the tensor-parallel ranks
+    if torch_private.is_sharded(logits):  # sharded by vocabulary, over the tensor-parallel ranks
         rank, logits = logits.device_mesh.get_local_rank(), logits.to_local()
         start -= rank * logits.shape[-1]
     logits[..., max(0, start) :] = -torch.inf

@@ -2,6 +2,6 @@
 
 import sys
 
-from wordrun.plan.cli import main
+from wordrun.commands.plan import main
 
 sys.exit(main())

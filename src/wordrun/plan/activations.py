@@ -10,19 +10,13 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from wordrun.checks import context_attention
-from wordrun.config import (
-    FSDPConfig,
-    GPTConfig,
-    LlamaConfig,
-    ModernConfig,
-    MoEConfig,
-    TransformerConfig,
-    checkpointing_of,
-)
-from wordrun.kernels import CHUNK, LARGE, ROWS, keeps_weights
+from wordrun.backend.options import FSDPConfig
+from wordrun.config.rules import context_attention
+from wordrun.model.kernels import CHUNK, LARGE, ROWS, keeps_weights
+from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
+from wordrun.train.options import checkpointing_of
 
 CROSS_ENTROPY = 12
 """Bytes per logit when its backward pass begins: log-probabilities and two gradients, in fp32."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from wordrun.config import Config
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.config.schema import Config
 from wordrun.plan.fit import TOLERANCE, Fit, Room
 from wordrun.plan.memory import memory
 from wordrun.plan.shapes import NoEstimateError

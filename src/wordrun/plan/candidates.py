@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from wordrun import checks, choices, config, layouts
-from wordrun.config import BackendConfig, Config, DDPConfig, DeepSpeedConfig, FSDPConfig
-from wordrun.errors import ConfigError, first_line
+from wordrun.backend.deepspeed.options import DeepSpeedConfig
+from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig, ThreeDConfig, TPConfig
+from wordrun.common.errors import ConfigError, first_line
+from wordrun.common.section import value_text
+from wordrun.config import choices, layouts, rules
+from wordrun.config.schema import Config
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
@@ -64,9 +67,9 @@ class Estimator:
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
         layout = layouts.layout(cfg.backend, hardware.devices, hardware.per_node)
-        if problems := list(checks.check_batch(cfg, layout.dp)):
+        if problems := list(rules.check_batch(cfg, layout.dp)):
             raise ConfigError("\n".join(problems))
-        self.sequences = cfg.model.batch_size * layout.dp * checks.accumulation(cfg, layout.dp)
+        self.sequences = cfg.model.batch_size * layout.dp * rules.accumulation(cfg, layout.dp)
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """Return the estimate for ``strategy``.
@@ -96,10 +99,10 @@ class Estimator:
         mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
         # A plan does not require DeepSpeed to be installed, so check what depends on the ranks as for DDP.
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
-        checks.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
+        rules.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
         if backend.own_engine:
             problems = [*choices.check_float8(mine)]
-            problems += [checks.no_experts(cfg.model)] if "ep" in cfg.model.divides else []
+            problems += [rules.no_experts(cfg.model)] if "ep" in cfg.model.divides else []
             if problems:
                 raise ConfigError("\n".join(problems))
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
@@ -136,12 +139,12 @@ class Estimator:
         single |= {ZERO_2_OFFLOADED: DeepSpeedConfig(stage=2, offload_optimizer=True)}
         single |= {ZERO_3_OFFLOADED: DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
         rows = [self.first_that_fits(name, [backend]) for name, backend in single.items()]
-        tensor = (config.TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
+        tensor = (TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
         if not any(isinstance(row, Estimate) and row.fits for row in rows) and self.hardware.devices > 1:
             divided = (FSDPConfig(cp=cp) for cp in _divisors(self.hardware.devices)[1:])
             rows.append(self.first_that_fits(DIVIDED, divided))
         rows.append(self.first_that_fits(TP_OVER_FSDP, tensor))
-        rows.append(self.first_that_fits("PP", (config.PPConfig(pp=pp) for pp in self._pipeline_sizes())))
+        rows.append(self.first_that_fits("PP", (PPConfig(pp=pp) for pp in self._pipeline_sizes())))
         return [*rows, *self._three_d()]
 
     def _pipeline_sizes(self) -> Iterator[int]:
@@ -154,7 +157,7 @@ class Estimator:
         sizes = [(pp, tp) for pp in self._pipeline_sizes() for tp in tps if devices % (pp * tp) == 0]
         last: Estimate | Unavailable = self.first_that_fits("3D", [])
         for pp, tp in sorted(sizes, key=lambda each: (math.prod(each), each[0])):
-            sharded = config.ThreeDConfig(pp=pp, tp=tp)
+            sharded = ThreeDConfig(pp=pp, tp=tp)
             for options in (replace(sharded, replicate=-1, shard=1), sharded):
                 found = self.first_that_fits("3D", [options])
                 if isinstance(found, Estimate):
@@ -174,7 +177,7 @@ def _overrides(backend: BackendConfig) -> list[str]:
     default = type(backend)()
     changed = [f.name for f in fields(backend) if getattr(backend, f.name) != getattr(default, f.name)]
     changed = list(dict.fromkeys([*backend.always_shown, *changed]))
-    values = {name: config.value_text(getattr(backend, name)) for name in changed}
+    values = {name: value_text(getattr(backend, name)) for name in changed}
     return [f"train.backend={backend.name}", *(f"backend.{name}={value}" for name, value in values.items())]
 
 

@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass, replace
 from importlib import metadata
 
-from wordrun import cgroup
-from wordrun.config import Config
+from wordrun.common import cgroup
+from wordrun.common.errors import ConfigError
+from wordrun.common.files import read_proc
+from wordrun.config.layouts import layout
+from wordrun.config.schema import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError
-from wordrun.files import read_proc
 from wordrun.launch.job import count_devices
-from wordrun.layouts import layout
 from wordrun.plan.budget import within_budget
 from wordrun.plan.fit import Fit, Room, gib, table
 from wordrun.plan.shapes import needs_torch, shapes_of

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from wordrun.checks import accumulation, check
-from wordrun.config import Config, FSDPConfig
+from wordrun.backend.options import FSDPConfig
+from wordrun.common.errors import ConfigError
+from wordrun.config.layouts import layout
+from wordrun.config.rules import accumulation, check
+from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
-from wordrun.layouts import layout
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy

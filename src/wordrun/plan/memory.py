@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
-from wordrun.checks import vocab_multiple
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, PPConfig
+from wordrun.backend.deepspeed.options import DeepSpeedConfig
+from wordrun.backend.diloco.options import DilocoConfig
+from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig
+from wordrun.config.rules import vocab_multiple
 from wordrun.plan.activations import activation_memory, kept_logits
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.strategy import FP32, Strategy, in_flight, on_island, stages_of

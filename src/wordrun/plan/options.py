@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from wordrun.devices import VARIANTS
-from wordrun.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.validation import one_of, positive
 from wordrun.launch import site_files
 from wordrun.launch.site import Site
-from wordrun.validation import one_of, positive
+from wordrun.plan.devices import VARIANTS
 
 DEFAULT = "a100-40"
 """The device to plan for, unless one is named."""

@@ -9,13 +9,13 @@ from fnmatch import fnmatch
 from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
-from wordrun.config import GPTConfig, LlamaConfig, ModelConfig, MoEConfig, TransformerConfig
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.model.options import GPTConfig, LlamaConfig, ModelConfig, MoEConfig, TransformerConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from wordrun.model import Transformer
+    from wordrun.model.transformer import Transformer
 
 
 class NoEstimateError(ConfigError):
@@ -126,7 +126,7 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1, *, split: bo
         raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers transformers only")
     if not needs_torch(cfg):
         return known_shapes(cfg, math.ceil((cfg.vocab_size or vocab_size) / multiple) * multiple)
-    from wordrun.model import meta_model
+    from wordrun.model.construction import meta_model
 
     model = meta_model(cfg.one_block(), vocab_size, multiple=multiple)
     plan = model.tensor_parallel_plan() if split else {}

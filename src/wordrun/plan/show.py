@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from wordrun.config import INTERLEAVED, PPConfig
+from wordrun.backend.options import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import AXES
 from wordrun.plan.advice import Advice
 from wordrun.plan.candidates import Estimate, Estimator, Unavailable

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wordrun.checks import accumulation
-from wordrun.config import INTERLEAVED, BackendConfig, Config, DilocoConfig, PPConfig
+from wordrun.backend.diloco.options import DilocoConfig
+from wordrun.backend.options import INTERLEAVED, BackendConfig, PPConfig
+from wordrun.config.rules import accumulation
+from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
 
 FP32 = 4

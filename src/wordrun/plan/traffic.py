@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
-from wordrun.checks import context_attention
-from wordrun.config import BackendConfig, DDPConfig, DeepSpeedConfig, DilocoConfig, FSDPConfig, MoEConfig, PPConfig
+from wordrun.backend.deepspeed.options import DeepSpeedConfig
+from wordrun.backend.diloco.options import DilocoConfig
+from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig
+from wordrun.config.rules import context_attention
+from wordrun.model.options import MoEConfig
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel
 from wordrun.plan.strategy import FP32, Strategy, on_island, stages_of
 

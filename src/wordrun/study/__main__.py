@@ -2,6 +2,6 @@
 
 import sys
 
-from wordrun.study.cli import main
+from wordrun.commands.study import main
 
 sys.exit(main())

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from wordrun import log
-from wordrun.errors import REQUEUE, ConfigError
+from wordrun.common import log
+from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch.request import Options
 from wordrun.study import jobs, placements
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, Point, Points

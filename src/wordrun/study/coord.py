@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun.checks import require_transformer
-from wordrun.composer import compose
-from wordrun.config import Config, TransformerConfig
-from wordrun.errors import ConfigError, UserError
-from wordrun.runs import metrics
-from wordrun.runs.record import RunRecord
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.config.compose import compose
+from wordrun.config.rules import require_transformer
+from wordrun.config.schema import Config
+from wordrun.model.options import TransformerConfig
 from wordrun.study import report
 from wordrun.study.conduct import conduct, new_parser, parse_study
 from wordrun.study.fits import power_law
 from wordrun.study.points import DONE, Point, Points, number, positive_numbers
 from wordrun.study.report import Row
+from wordrun.track import metrics_jsonl
+from wordrun.track.run_json import RunRecord
 
 DESCRIPTION = """\
 Check that activations neither grow nor shrink with the width, and compare learning rates across widths, with the
@@ -162,7 +163,7 @@ def measured(run: RunRecord) -> dict[str, Any]:
     Raises:
         UserError: its metrics are incomplete.
     """
-    found = metrics.read(run.path)
+    found = metrics_jsonl.read(run.path)
     if "loss" not in found.training:
         raise UserError("it logged no loss")
     losses = found.training["loss"]

@@ -9,10 +9,10 @@ from pathlib import Path
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from wordrun.errors import ConfigError, UserError, first_line, show
+from wordrun.commands.train import flags
+from wordrun.common.errors import ConfigError, UserError, first_line, show
 from wordrun.study import sweep
 from wordrun.study.options import LauncherOptions, SweeperOptions
-from wordrun.train.cli import flags
 
 
 def prepare(config: DictConfig, *options: LauncherOptions | SweeperOptions) -> None:

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from wordrun.checks import accumulation, require_transformer
-from wordrun.composer import compose
-from wordrun.config import Config
+from wordrun.commands.plan import vocabulary
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.config.compose import compose
+from wordrun.config.layouts import layout
+from wordrun.config.rules import accumulation, require_transformer
+from wordrun.config.schema import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.layouts import layout
-from wordrun.plan.cli import vocabulary
-from wordrun.runs import metrics
-from wordrun.runs.record import RunRecord
 from wordrun.study import report
 from wordrun.study.conduct import conduct, new_parser, parse_study
 from wordrun.study.fits import Optimum, PowerLaw, minimum, power_law
 from wordrun.study.placements import look
 from wordrun.study.points import DONE, Point, Points, number, positive_numbers
 from wordrun.study.report import Row
+from wordrun.track import metrics_jsonl
+from wordrun.track.run_json import RunRecord
 
 DESCRIPTION = """\
 Train models of several sizes, each until it has used the same number of floating-point operations (FLOPs), and find the
@@ -127,7 +127,7 @@ def _vocab_size(cfg: Config) -> int:
     size, source = vocabulary(cfg)
     if not source.startswith("assumed"):
         return size
-    from wordrun.prepare.obtain import obtain  # imports torch, too
+    from wordrun.data.prepare.obtain import obtain  # imports torch, too
 
     return obtain(cfg, World()).tokenizer.vocab_size
 
@@ -140,7 +140,7 @@ def _run_of(
     Raises:
         ConfigError: the budget is too small for the model.
     """
-    from wordrun.model import meta_model  # imports torch, which --help should not wait for
+    from wordrun.model.construction import meta_model  # imports torch, which --help should not wait for
 
     model, at = meta_model(cfg.transformer, vocab_size), layout(cfg.backend, ranks, per_node)
     tokens = cfg.model.batch_size * at.dp * accumulation(cfg, at.dp) * cfg.transformer.block_size
@@ -169,7 +169,7 @@ def measured(run: RunRecord) -> dict[str, Any]:
     Raises:
         UserError: it has none.
     """
-    found = metrics.read(run.path)
+    found = metrics_jsonl.read(run.path)
     loss = found.evaluation.last("val_loss")
     if loss is None:
         raise UserError("it logged no validation loss")

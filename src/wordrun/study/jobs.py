@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from wordrun.common.run_id import new_run_id
 from wordrun.launch import limits, site_files, submit as launch_submit
 from wordrun.launch.freeze import describe
 from wordrun.launch.parser import parse
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler
-from wordrun.run_id import new_run_id
 from wordrun.study.points import SUBMITTED, Point, Points
 
 Job = Callable[[Sequence[Point]], Options]

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from wordrun.errors import ConfigError
-from wordrun.validation import metric_of, one_of, positive
+from wordrun.common.errors import ConfigError
+from wordrun.common.validation import metric_of, one_of, positive
 
 
 @dataclass

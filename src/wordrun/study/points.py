@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from wordrun import files
-from wordrun.errors import ConfigError, UserError
-from wordrun.runs import metrics
-from wordrun.runs.record import RECORD, load
+from wordrun.common import files
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.track import metrics_jsonl
+from wordrun.track.run_json import RECORD, load
 
 DONE, FAILED, SUBMITTED, IMPOSSIBLE = "done", "failed", "submitted", "impossible"
 """The states of a study's rows. A point without a row has not been run; one that the options rule out never is."""
@@ -236,7 +236,7 @@ def options_of(point: Point) -> str:
 
 def best(run: Path, metric: str, *, higher: bool) -> float | None:
     """Return the best finite value of ``metric`` in the evaluations of ``run`` so far; None: there is none."""
-    values = [value for _, value in metrics.evaluations(run, metric)]
+    values = [value for _, value in metrics_jsonl.evaluations(run, metric)]
     return (max if higher else min)(values) if values else None
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from wordrun import interrupts
-from wordrun.errors import REQUEUE, ConfigError
+from wordrun.common import interrupts
+from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.plan import is_stale
 from wordrun.launch.points import quoted

@@ -8,10 +8,10 @@ from datetime import timedelta
 from rich.table import Table
 from rich.text import Text
 
-from wordrun.log import console
-from wordrun.runs.record import RECORD
+from wordrun.common.log import console
 from wordrun.study.points import FAILED, Point, Points
 from wordrun.study.pool import Ended
+from wordrun.track.run_json import RECORD
 
 STYLES = {"failed": "red", "stopped": "yellow", "pruned": "yellow"}
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun import files
-from wordrun.errors import UserError
+from wordrun.common import files
+from wordrun.common.errors import UserError
 from wordrun.study.points import DONE, cell
 
 Row = Mapping[str, str]

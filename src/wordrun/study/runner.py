@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import UserError, first_line, lines_without_pages
+from wordrun.common.errors import UserError, first_line, lines_without_pages
 from wordrun.launch.output_tail import reason_in
-from wordrun.runs.record import NO_REASON, RunRecord, load
 from wordrun.study import jobs
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, WAITING, Point, Points
 from wordrun.study.pool import Pool
 from wordrun.study.progress import Progress, Result, varied
+from wordrun.track.run_json import NO_REASON, RunRecord, load
 
 Figures = Callable[[RunRecord], dict[str, Any]]
 """Returns the study's own columns for a finished run; a UserError marks the point as failed."""

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun import layouts
-from wordrun.composer import compose
-from wordrun.errors import ConfigError, UserError, first_line, nearest
+from wordrun.common.errors import ConfigError, UserError, first_line, nearest
+from wordrun.config import layouts
+from wordrun.config.compose import compose
+from wordrun.config.registry import backends
 from wordrun.launch.request import Ranks
-from wordrun.registry import backends
-from wordrun.runs import metrics
-from wordrun.runs.record import RunRecord
 from wordrun.study import report
 from wordrun.study.conduct import conduct, new_parser, parse_study
 from wordrun.study.placements import look
 from wordrun.study.points import DONE, Point, Points, number
 from wordrun.study.report import Row
+from wordrun.track import metrics_jsonl
+from wordrun.track.run_json import RunRecord
 
 DESCRIPTION = """\
 Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
@@ -174,7 +174,7 @@ def measured(run: RunRecord, steps: int) -> dict[str, Any]:
     Raises:
         UserError: its metrics are incomplete.
     """
-    lines = metrics.read(run.path).training
+    lines = metrics_jsonl.read(run.path).training
     if "tps" not in lines:
         raise UserError("its metrics have no tokens per second: the study is for models of text")
     at = [i for i, step in enumerate(lines["step"]) if step > steps]

@@ -21,16 +21,16 @@ from optuna.distributions import (
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from wordrun.errors import ConfigError, first_line
-from wordrun.log import console
-from wordrun.runs import metrics
+from wordrun.common.errors import ConfigError, first_line
+from wordrun.common.log import console
+from wordrun.common.validation import higher_is_better
 from wordrun.study import placements
 from wordrun.study.options import LauncherOptions, SweeperOptions
 from wordrun.study.points import PRUNED, Point, best
 from wordrun.study.pool import Ended, Pool
 from wordrun.study.progress import Progress
 from wordrun.study.sweep import FILE, Sweep, result
-from wordrun.validation import higher_is_better
+from wordrun.track import metrics_jsonl
 
 LOOK_S = 1.0
 """Seconds between checks of the metrics of running points."""
@@ -252,7 +252,7 @@ class Search:
     def report(self, point: Point) -> bool:
         """Report new evaluations of a point to Optuna; return whether it prunes the point."""
         hopeless = False
-        for step, value in metrics.evaluations(point.dir, self.options.metric):
+        for step, value in metrics_jsonl.evaluations(point.dir, self.options.metric):
             if step <= self.reported[point.name]:  # also if a continued run has evaluated it again
                 continue
             self.trials[point.name].report(value, step)

@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wordrun.errors import ConfigError, UserError, show
-from wordrun.files import replace as replace_file
+from wordrun.common.errors import ConfigError, UserError, show
+from wordrun.common.files import replace as replace_file
+from wordrun.common.run_id import new_run_id
 from wordrun.launch import site_files
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.launch.site import Site
-from wordrun.run_id import new_run_id
-from wordrun.runs.record import RunRecord
 from wordrun.study import jobs, placements
 from wordrun.study.options import LauncherOptions
 from wordrun.study.points import DONE, WAITING, Point, Points, best
 from wordrun.study.pool import command_of
 from wordrun.study.runner import Runner
+from wordrun.track.run_json import RunRecord
 
 USAGE = """\
 Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun` has begun in this folder.

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wordrun.config import Config, value_text
-from wordrun.errors import UserError
-from wordrun.registry import parts
+from wordrun.common.errors import UserError
+from wordrun.common.section import value_text
+from wordrun.config.registry import parts
+from wordrun.config.schema import Config
 
 LEGEND = {
     "step": "number of optimizer steps so far",

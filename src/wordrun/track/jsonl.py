@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wordrun import files
-from wordrun.log import LOGGER
-from wordrun.runs.metrics import parsed
+from wordrun.common import files
+from wordrun.common.log import LOGGER
 from wordrun.track.base import RunInfo, Tracker
+from wordrun.track.metrics_jsonl import parsed
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 
@@ -77,7 +77,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def each_line(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl; ``wordrun.runs.metrics`` has them as columns."""
+    """Yield the lines of a run's metrics.jsonl; ``wordrun.track.metrics_jsonl`` has them as columns."""
     with (run_dir / METRICS).open("rb") as file:
         yield from (line for text in file if (line := parsed(text)) is not None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from wordrun.config import MlflowConfig
 from wordrun.track.base import BackgroundTracker, RunInfo, missing
+from wordrun.track.options import MlflowConfig
 
 PARAMS = 100
 """MLflow takes at most this many parameters at once."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun.runs.metrics import Metrics, Table
+from wordrun.track.metrics_jsonl import Metrics, Table
 
 # The smoothed curve averages over about this share of a run's lines.
 SMOOTHING = 0.02

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from wordrun.config import TensorBoardConfig
 from wordrun.track.base import RunInfo, Tracker, missing
+from wordrun.track.options import TensorBoardConfig
 
 
 class TensorBoardTracker(Tracker):

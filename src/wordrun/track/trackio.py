@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from wordrun.config import TrackioConfig
-from wordrun.log import LOGGER
+from wordrun.common.log import LOGGER
 from wordrun.track.base import AppendOnlyTracker, RunInfo, missing
+from wordrun.track.options import TrackioConfig
 
 RENAMED = {"time": "elapsed"}
 """Metrics with names that trackio reserves."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from wordrun.config import WandbConfig
-from wordrun.errors import UserError, first_line, nearest
-from wordrun.log import LOGGER
-from wordrun.runs.record import NO_REASON, read as read_record
+from wordrun.common.errors import UserError, first_line, nearest
+from wordrun.common.log import LOGGER
 from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.jsonl import between
+from wordrun.track.options import WandbConfig
+from wordrun.track.run_json import NO_REASON, read as read_record
 
 # At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from wordrun.checks import accumulation
-from wordrun.config import Config
+from wordrun.common.log import FIRST_RANK, LOG_FILE, LOGGER
+from wordrun.config.rules import accumulation
+from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
-from wordrun.log import FIRST_RANK, LOG_FILE, LOGGER
 from wordrun.plan.shapes import ModelShapes
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import context_traffic

@@ -13,12 +13,13 @@ from typing import Any
 from wordrun.backend.base import Save
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Draft, Folder
-from wordrun.config import Config, TrainConfig
+from wordrun.common.errors import UserError, first_line
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.agreement import Agreement
-from wordrun.errors import UserError, first_line
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.runs.record import gone
+from wordrun.track.run_json import gone
+from wordrun.train.options import TrainConfig
 
 # How the errors of a disk begin, the operating system's and ours.
 OF_DISKS = re.compile(r"rank \d+: (\[Errno \d+\]|no space left)")

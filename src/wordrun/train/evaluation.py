@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from wordrun.backend import Backend
-from wordrun.config import Config
-from wordrun.errors import ConfigError, UserError, nearest, raise_all
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.model import Model
-from wordrun.registry import part_of, parts
+from wordrun.backend.base import Backend
+from wordrun.common.errors import ConfigError, UserError, nearest, raise_all
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.config.registry import part_of, parts
+from wordrun.config.schema import Config
+from wordrun.model.base import Model
 from wordrun.train.metrics import ValidationSet, means
 from wordrun.train.task import Task
 

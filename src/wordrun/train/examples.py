@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from wordrun import dist
-from wordrun.config import Config
+from wordrun.common.errors import UserError
+from wordrun.common.log import LOGGER
+from wordrun.config.registry import part_of
+from wordrun.config.schema import Config
 from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
 from wordrun.data.loader import Loader
 from wordrun.data.tensor_batch import TensorBatch
 from wordrun.dist.mesh import Layout
-from wordrun.errors import UserError
-from wordrun.log import LOGGER
-from wordrun.model import Model, new_model
-from wordrun.registry import part_of
+from wordrun.model.base import Model
+from wordrun.model.construction import new_model
 from wordrun.train.task import Task, flops_of
 
 

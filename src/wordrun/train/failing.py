@@ -10,16 +10,20 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from wordrun import compat, dist, ends
+from wordrun import dist
 from wordrun.backend.unused import UnusedError
-from wordrun.config import SEVERAL, Config, TrainConfig, parts_in, value_text
-from wordrun.dist import watch
+from wordrun.common import ends
+from wordrun.common.errors import PartError, UserError, first_line, raise_all
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.common.section import value_text
+from wordrun.config.registry import KINDS, Part, part_of, parts
+from wordrun.config.schema import SEVERAL, Config, parts_in
+from wordrun.dist import torch_private
 from wordrun.dist.collectives import first_text
-from wordrun.errors import PartError, UserError, first_line, raise_all
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.registry import KINDS, Part, part_of, parts
+from wordrun.dist.hang import watch
 from wordrun.train import rng
 from wordrun.train.hints import relative
+from wordrun.train.options import TrainConfig
 from wordrun.train.run import note_failure
 from wordrun.train.training import Hook, Training
 
@@ -30,7 +34,7 @@ PATIENCE_STEPS = 20
 TOGETHER_S = 60.0
 # The other ranks wait this long at the end, so that the rank whose hook has failed reports it first.
 REPORT_S = 1.0
-COMMUNICATION = (*compat.COLLECTIVES, "wordrun.dist")
+COMMUNICATION = (*torch_private.COLLECTIVES, "wordrun.dist")
 """Modules whose errors are about other ranks, whatever code has called them."""
 
 
@@ -160,7 +164,7 @@ def explained(train: TrainConfig, step: int) -> Iterator[None]:
             raise UserError(
                 f"train.deterministic=true cannot train this model: {first_line(error)}; use train.deterministic=false"
             ) from error
-        if not (train.compile and compat.is_compile_error(error)):
+        if not (train.compile and torch_private.is_compile_error(error)):
             raise
         raise UserError(
             f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from wordrun import dist
-from wordrun.backend import StepResult
+from wordrun.backend.base import StepResult
 from wordrun.checkpoint import folder as folders
+from wordrun.common.errors import UserError
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.config.registry import part_of
 from wordrun.dist.collectives import all_max, all_sum
-from wordrun.errors import UserError
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.registry import part_of
 from wordrun.train import resume
 from wordrun.train.training import Training, due
 

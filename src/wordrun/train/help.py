@@ -11,11 +11,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from wordrun.arguments import describe, help_width
-from wordrun.config import SECTIONS, SEVERAL, Config, parts_in, schemas
-from wordrun.errors import ConfigError, nearest
-from wordrun.registry import backends
-from wordrun.track import LEGEND
+from wordrun.common.errors import ConfigError, nearest
+from wordrun.config.arguments import describe, help_width
+from wordrun.config.registry import backends
+from wordrun.config.schema import SECTIONS, SEVERAL, Config, parts_in, schemas
+from wordrun.track.base import LEGEND
 
 EXAMPLES = """\
 Examples:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wordrun.checkpoint.folder import all_in
-from wordrun.config import ModelConfig, TransformerConfig
-from wordrun.errors import UserError
-from wordrun.registry import part_of
+from wordrun.common.errors import UserError
+from wordrun.config.registry import part_of
+from wordrun.model.options import ModelConfig, TransformerConfig
 
 
 def own_command(arguments: Sequence[str]) -> list[str]:

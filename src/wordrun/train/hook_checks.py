@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from wordrun.backend.native import NativeBackend
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.train.hook_state import as_json
 from wordrun.train.training import HookError, Training
 

@@ -15,27 +15,31 @@ import torch
 from numpy.typing import NDArray
 
 from wordrun import dist
-from wordrun.backend import Backend
-from wordrun.checks import vocab_multiple
-from wordrun.config import Config, TrainConfig, TransformerConfig
+from wordrun.backend.base import Backend
+from wordrun.common.errors import ConfigError
+from wordrun.common.log import LOGGER
+from wordrun.config.registry import refuse_own_model
+from wordrun.config.rules import vocab_multiple
+from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import READ
+from wordrun.data.prepare.obtain import obtain
+from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
-from wordrun.log import LOGGER
-from wordrun.model import Model, Transformer, lora, meta_model, new_model, pretrained
+from wordrun.model import lora, lora_base, pretrained
+from wordrun.model.base import Model
+from wordrun.model.construction import meta_model, new_model
 from wordrun.model.generate import generate, predictor, why_silent
+from wordrun.model.options import TransformerConfig
+from wordrun.model.transformer import Transformer
 from wordrun.plan.shapes import ModelShapes, shapes_of
-from wordrun.prepare.obtain import obtain
-from wordrun.prepare.sources import locate
-from wordrun.registry import refuse_own_model
-from wordrun.train import lora_base
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
+from wordrun.train.options import TrainConfig
 from wordrun.train.task import Task, flops_of
 from wordrun.train.training import Hook
 

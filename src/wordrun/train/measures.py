@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wordrun.config import MetricConfig, TopKConfig
+from wordrun.train.options import MetricConfig, TopKConfig
 
 
 def accuracy(options: MetricConfig, outputs: Tensor, batch: Any) -> Tensor:

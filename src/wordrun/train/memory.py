@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from wordrun import cgroup
 from wordrun.backend.precision import fast_dtype
-from wordrun.config import Config
+from wordrun.common import cgroup
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.collectives import all_min
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.log import FIRST_RANK, LOGGER
 from wordrun.plan.budget import within_budget
 from wordrun.plan.comparison import Comparison
 from wordrun.plan.fit import TOLERANCE, Fit, Room, gib, readable

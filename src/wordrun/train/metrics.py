@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from wordrun import devices
-from wordrun.backend import Backend, StepResult
+from wordrun.backend.base import Backend, StepResult
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.dist import watch
 from wordrun.dist.collectives import all_max, all_mean, all_rows, all_sum
+from wordrun.dist.hang import watch
+from wordrun.plan import devices
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wordrun import compat
 from wordrun.backend.stopwatch import LABELS, Stopwatch
-from wordrun.config import Config
-from wordrun.dist import World, collectives
-from wordrun.errors import ConfigError, first_line
-from wordrun.log import ANY_RANK, LOGGER
-from wordrun.registry import part_of
+from wordrun.common.errors import ConfigError, first_line
+from wordrun.common.log import ANY_RANK, LOGGER
+from wordrun.config.registry import part_of
+from wordrun.config.schema import Config
+from wordrun.dist import World, collectives, torch_private
 
 ROWS = 30
 """Number of operations in the summary of a trace."""
@@ -139,7 +138,7 @@ class MemoryProfiler(Profiler):
         self._steps, self._written = 0, False
         self._on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # by the model, if it is on CUDA
         if self._on_cuda:
-            compat.record_memory(self.options.entries)
+            torch_private.record_memory(self.options.entries)
         else:
             self._profile = scheduled(self.options, self._table, profile_memory=True)
             self._profile.start()
@@ -159,7 +158,7 @@ class MemoryProfiler(Profiler):
             return
         if not self._written:
             self._snapshot("memory.pickle")
-        compat.record_memory(0)
+        torch_private.record_memory(0)
 
     def __exit__(self, *error: object) -> None:
         """Stop; if memory has run out, which is the cause of the trainer's error, write what was allocated then."""
@@ -174,7 +173,7 @@ class MemoryProfiler(Profiler):
         self._written = True
         with self.writing():
             file = self.file(name)
-            compat.dump_memory(file)
+            torch_private.dump_memory(file)
             self.tell("memory snapshot: %s (drop it on pytorch.org/memory_viz)", file)
 
     def _table(self, profile: Any) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import torch
 
-from wordrun import project
-from wordrun.files import read_json
-from wordrun.version import __version__
+from wordrun.common.files import read_json
+from wordrun.common.version import __version__
+from wordrun.config import project
 
 
 def versions() -> dict[str, str]:

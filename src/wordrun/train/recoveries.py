@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wordrun.log import LOGGER
+from wordrun.common.log import LOGGER
 
 
 class Recoveries:

@@ -12,19 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from wordrun import dist, slurm
+from wordrun import dist
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder
-from wordrun.config import RENAMED, Config, to_plain, value_text
+from wordrun.checkpoint.memory import resume as memory_resume
+from wordrun.checkpoint.memory.copies import MemoryCheckpoints
+from wordrun.checkpoint.memory.resume import InMemory, LostError
+from wordrun.common import slurm
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.files import in_use
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.common.section import value_text
+from wordrun.config.schema import RENAMED, Config, to_plain
 from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
-from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.files import in_use
-from wordrun.log import FIRST_RANK, LOGGER
-from wordrun.runs.record import has_run, read as read_record
-from wordrun.train import memory_resume, rng
-from wordrun.train.in_memory import MemoryCheckpoints
-from wordrun.train.memory_resume import InMemory, LostError
+from wordrun.track.run_json import has_run, read as read_record
+from wordrun.train import rng
 from wordrun.train.run import Start, recorded
 from wordrun.train.training import Training
 

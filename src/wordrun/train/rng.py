@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable for cuBLAS, which chooses its algorithms deterministically only with certain values."""

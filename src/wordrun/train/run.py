@@ -15,23 +15,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from wordrun import files
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Folder
-from wordrun.composer import as_yaml
-from wordrun.config import Config
+from wordrun.checkpoint.memory.resume import InMemory
+from wordrun.common import files
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.log import LOGGER
+from wordrun.common.validation import higher_is_better
+from wordrun.config.compose import as_yaml
+from wordrun.config.schema import Config
 from wordrun.dist import World
-from wordrun.errors import ConfigError, UserError, first_line
-from wordrun.log import LOGGER
-from wordrun.report import page
-from wordrun.runs.metrics import read
-from wordrun.runs.record import KINDS, METRICS, RECORD, gone, has_run, read as read_record, typed
-from wordrun.track import RunInfo, Tracker, build
+from wordrun.track.base import RunInfo, Tracker, build
 from wordrun.track.jsonl import between, copy_until, finite, forget_steps
-from wordrun.train.memory_resume import InMemory
+from wordrun.track.metrics_jsonl import read
+from wordrun.track.report import page
+from wordrun.track.run_json import KINDS, METRICS, RECORD, gone, has_run, read as read_record, typed
 from wordrun.train.provenance import commits, versions
 from wordrun.train.recoveries import Recoveries
-from wordrun.validation import higher_is_better
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30

@@ -1,6 +1,6 @@
 """The learning rate of each step: a linear warm-up, then a schedule.
 
-A schedule is a line in ``wordrun.parts`` and a function of its options, the steps since the warm-up, the steps from the
+A schedule is a line in ``wordrun.config.parts`` and a function of its options, the steps since the warm-up, the steps from the
 warm-up to the end of the decay, and the highest and lowest learning rate.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from wordrun.config import LinearScheduleConfig, OptimizerConfig, ScheduleConfig
-from wordrun.registry import part_of
+from wordrun.config.registry import part_of
+from wordrun.train.optim.options import OptimizerConfig
+from wordrun.train.options import LinearScheduleConfig, ScheduleConfig
 
 
 def learning_rate(

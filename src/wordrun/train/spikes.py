@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wordrun.config import SpikesConfig
-from wordrun.log import FIRST_RANK, LOGGER
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.train.hooks.options import SpikesConfig
 
 FLAT = 1e-12
 """Losses with a smaller variance, relative to the squared mean, differ by rounding errors alone."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from wordrun.config import SpikesConfig
+from wordrun.train.hooks.options import SpikesConfig
 from wordrun.train.spikes import SpikeDetector
 
 STORED = (

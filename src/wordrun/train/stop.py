@@ -12,8 +12,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from wordrun import interrupts
-from wordrun.errors import REQUEUE
+from wordrun.common import interrupts
+from wordrun.common.errors import REQUEUE
 
 # The ranks check for each other's signals about this often.
 AGREE_EVERY_S = 0.5

@@ -12,15 +12,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from wordrun import dist
-from wordrun.backend import Backend
-from wordrun.backend.base import MakeModel
+from wordrun.backend.base import Backend, MakeModel
 from wordrun.checkpoint.folder import locate
 from wordrun.checkpoint.saved import find
-from wordrun.config import Config
+from wordrun.common.errors import ConfigError
+from wordrun.config.schema import Config
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError
-from wordrun.model import Model, mup
+from wordrun.model import mup
+from wordrun.model.base import Model
 from wordrun.plan.shapes import ModelShapes
 from wordrun.train.metrics import ValidationSet
 from wordrun.train.training import Hook

@@ -10,16 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from wordrun import backend, dist, ends, log
+from wordrun import backend, dist
 from wordrun.backend.precision import settled_dtype
-from wordrun.checks import accumulation, check
-from wordrun.config import Config
+from wordrun.checkpoint.memory.copies import MemoryCheckpoints
+from wordrun.checkpoint.memory.hook import CheckpointAndMemory
+from wordrun.common import ends, log
+from wordrun.common.errors import UserError, first_line
+from wordrun.common.log import LOGGER
+from wordrun.config.registry import part_of
+from wordrun.config.rules import accumulation, check
+from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
-from wordrun.dist import watch
-from wordrun.errors import UserError, first_line
-from wordrun.log import LOGGER
-from wordrun.registry import part_of
-from wordrun.runs.record import gone
+from wordrun.dist.hang import watch
+from wordrun.track.run_json import gone
 from wordrun.train import finite, hook_checks, profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
@@ -27,9 +30,7 @@ from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, attributed, explained, load_parts, note, noted, reason
 from wordrun.train.hints import by_launch, has_huggingface_format, has_huggingface_tokenizer, next_steps
 from wordrun.train.hooks.compiling import Compile
-from wordrun.train.hooks.memory import CheckpointAndMemory
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.in_memory import MemoryCheckpoints
 from wordrun.train.memory import MemoryCheck
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from wordrun.backend import Backend, StepResult
+from wordrun.backend.base import Backend, StepResult
 from wordrun.backend.native import NativeBackend
-from wordrun.checks import accumulation
-from wordrun.config import Config
+from wordrun.common.errors import ConfigError, PartError, UserError
+from wordrun.common.log import LOGGER, LogHandle
+from wordrun.config.rules import accumulation
+from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.errors import ConfigError, PartError, UserError
-from wordrun.log import LOGGER, LogHandle
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hook_state import as_json
 from wordrun.train.metrics import Meter

@@ -1,79 +1,26 @@
-"""Tokenizers by name; each is a class in this package and a line in ``wordrun.parts``."""
+"""Tokenizers, each a class with its options and a line in ``config/parts.py``."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING, Any
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from wordrun.common.lazy import attribute
 
-from wordrun.config import GPT2TokenizerConfig, TokenizerConfig
-from wordrun.data.tokenizers.base import Tokenizer
-from wordrun.data.tokenizers.subword import gpt2_if_present
-from wordrun.errors import ConfigError
-from wordrun.registry import Part, part_of, parts
-
-
-def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
-    """Return the tokenizer that ``cfg`` describes, built from ``texts`` if it needs some (``cfg.built_from``).
-
-    Raises:
-        ConfigError: if its file is missing or invalid, or it reads ``texts`` and ``cfg`` does not say so.
-    """
-    part = part_of("tokenizer", cfg)
-    with part.blamed():
-        tokenizer: Tokenizer = part.load().build(cfg, texts if cfg.built_from else _NoTexts(part, type(cfg).__name__))
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class _NoTexts:
-    """Stands for the texts of a tokenizer that is not built from any, and is empty as a condition."""
-
-    part: Part
-    options: str
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[str]:
-        return _refuse_texts(self.part, self.options)
-
-
-def _refuse_texts(part: Part, options: str) -> Iterator[str]:
-    raise ConfigError(
-        f"{part}: build reads texts, but {options} has no built_from: add built_from = 'sample' to it (texts of the "
-        "data), or 'characters' (all distinct ones)",
-        page="extend.md#a-tokenizer",
+if TYPE_CHECKING:
+    from wordrun.data.tokenizers.construction import (
+        build as build,
+        from_checkpoint as from_checkpoint,
+        from_json as from_json,
     )
 
-
-def from_json(text: str, source: Path | str = "this") -> Tokenizer:
-    """Return the tokenizer saved by any class's ``to_json``.
-
-    Args:
-        text: the JSON.
-        source: where it comes from, for messages.
-
-    Raises:
-        ConfigError: if wordrun did not save it.
-    """
-    kinds = parts("tokenizer")
-    try:
-        tokenizer: Tokenizer = kinds[json.loads(text)["kind"]].load().from_json(text)
-    except Exception as error:  # the text may be anything
-        raise ConfigError(
-            f"{source} is not a tokenizer that wordrun saved ({type(error).__name__}: {str(error)[:80]}): "
-            f"expected JSON with one of the kinds {', '.join(kinds)}"
-        ) from None
-    return tokenizer
+__all__ = ["build", "from_checkpoint", "from_json"]
 
 
-def from_checkpoint(text: str, source: Path | str = "this") -> Tokenizer:
-    """Return the tokenizer saved in a checkpoint; if its run lacked the vocabulary, this machine may have it.
-
-    Raises:
-        ConfigError: if wordrun did not save it.
-    """
-    tokenizer = from_json(text, source)
-    return gpt2_if_present(GPT2TokenizerConfig()) if tokenizer.missing else tokenizer
+def __getattr__(name: str) -> Any:
+    return attribute(
+        __name__,
+        name,
+        {
+            "build": "wordrun.data.tokenizers.construction",
+            "from_checkpoint": "wordrun.data.tokenizers.construction",
+            "from_json": "wordrun.data.tokenizers.construction",
+        },
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 
 Ids = NDArray[np.integer]
 END = "<|endoftext|>"

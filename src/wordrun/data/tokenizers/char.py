@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from wordrun.config import ByteTokenizerConfig, CharTokenizerConfig
+from wordrun.common.errors import ConfigError
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
-from wordrun.errors import ConfigError
+from wordrun.data.tokenizers.options import ByteTokenizerConfig, CharTokenizerConfig
 
 ABSENT = b"\xff"
 """Stands for a character outside the vocabulary in a byte table."""

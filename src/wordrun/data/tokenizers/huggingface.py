@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from wordrun.common.errors import UserError
 from wordrun.data.tokenizers.base import END
-from wordrun.errors import UserError
 
 Json = dict[str, Any]
 

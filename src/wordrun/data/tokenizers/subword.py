@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from wordrun.config import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
+from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
 from wordrun.data.tokenizers.huggingface import letters
+from wordrun.data.tokenizers.options import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
 from wordrun.data.tokenizers.word_cache import WordCache
-from wordrun.errors import ConfigError, UserError, first_line
 
 GPT2_URLS = {
     "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken": "tiktoken",

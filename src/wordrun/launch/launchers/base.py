@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
 from wordrun.launch.request import Options, Request

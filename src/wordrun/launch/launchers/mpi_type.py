@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from wordrun import slurm
+from wordrun.common import slurm
 from wordrun.launch.launchers.base import LauncherSearch, find_command, own_bin
 
 # An MPI library by its version text, and the types that it supports, the best one first. Builds of MPICH that support

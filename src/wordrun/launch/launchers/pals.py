@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch.launchers.base import Launcher, LauncherSearch, mpiexec_command
 from wordrun.launch.ranks import listed
 from wordrun.launch.request import Request

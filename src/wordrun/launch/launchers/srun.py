@@ -6,8 +6,8 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wordrun import slurm
-from wordrun.errors import ConfigError
+from wordrun.common import slurm
+from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import mpi_type
 from wordrun.launch.launchers.base import Launcher, LauncherSearch, NoLauncherError, find_command, rank_command

@@ -6,7 +6,7 @@ import signal
 import sys
 from importlib.util import find_spec
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, LauncherSearch, NoLauncherError, rank_command, refuse_binding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, with_hostfile
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.schedulers.none import NoScheduler

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers.base import (

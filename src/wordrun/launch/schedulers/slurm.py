@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from wordrun.errors import ConfigError
+from wordrun.common.errors import ConfigError
+from wordrun.common.slurm import cores_on_node, expand_counts, expand_hosts, is_task
 from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import (
@@ -22,7 +23,6 @@ from wordrun.launch.schedulers.base import (
     ranks_of_node,
 )  # fmt: skip
 from wordrun.launch.site import Site, fill
-from wordrun.slurm import cores_on_node, expand_counts, expand_hosts, is_task
 
 
 class Slurm(Scheduler):

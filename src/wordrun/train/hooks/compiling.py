@@ -12,10 +12,10 @@ from statistics import median
 import torch
 
 from wordrun.backend.native import NativeBackend
-from wordrun.checks import check
+from wordrun.common.errors import ConfigError, first_line
+from wordrun.common.log import LOGGER
+from wordrun.config.rules import check
 from wordrun.dist.collectives import all_max
-from wordrun.errors import ConfigError, first_line
-from wordrun.log import LOGGER
 from wordrun.train.training import Hook, Training
 
 WARM, STEPS = 3, 5

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from wordrun.config import CoordinatesConfig
-from wordrun.errors import ConfigError
-from wordrun.model import Transformer
+from wordrun.common.errors import ConfigError
+from wordrun.model.transformer import Transformer
+from wordrun.train.hooks.options import CoordinatesConfig
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.training import Hook, Training, due, native
 

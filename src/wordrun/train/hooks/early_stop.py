@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from wordrun.config import EarlyStopConfig
+from wordrun.common.validation import higher_is_better
+from wordrun.train.hooks.options import EarlyStopConfig
 from wordrun.train.state import improves
 from wordrun.train.training import Hook, Training
-from wordrun.validation import higher_is_better
 
 
 class EarlyStop(Hook):

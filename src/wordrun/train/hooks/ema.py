@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wordrun import compat
 from wordrun.backend.tensors import local
 from wordrun.checkpoint.saved import MODEL
-from wordrun.config import EMAConfig
-from wordrun.log import LOGGER
+from wordrun.common.log import LOGGER
+from wordrun.dist import torch_private
+from wordrun.train.hooks.options import EMAConfig
 from wordrun.train.metrics import QUIET
 from wordrun.train.training import Hook, Training, due, native
 
@@ -60,7 +60,7 @@ class EMA(Hook):
         self.updates += 1
         keep = min(self.options.decay, (1 + self.updates) / (10 + self.updates))
         weights = self._parameters or self._trained(trainer)
-        compat.move_towards(_local(self.averages.values()), _local(weights.values()), 1 - keep)
+        torch_private.move_towards(_local(self.averages.values()), _local(weights.values()), 1 - keep)
 
     @contextmanager
     def applied(self, trainer: Training) -> Iterator[None]:

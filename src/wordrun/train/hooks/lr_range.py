@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 
-from wordrun.config import LRRangeConfig
+from wordrun.common.log import LOGGER
 from wordrun.dist.collectives import all_mean
-from wordrun.log import LOGGER
 from wordrun.track.plots import draw_lr_range
 from wordrun.train.hints import relative
+from wordrun.train.hooks.options import LRRangeConfig
 from wordrun.train.training import Hook, Training
 
 DIVERGED = 4.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wordrun.config import SpikesConfig
+from wordrun.train.hooks.options import SpikesConfig
 from wordrun.train.training import Hook, Training
 
 

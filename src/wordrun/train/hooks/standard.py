@@ -11,15 +11,15 @@ import torch
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from wordrun.common.log import FOR_FILES, LOGGER
+from wordrun.common.validation import higher_is_better
 from wordrun.dist.collectives import all_max
-from wordrun.log import FOR_FILES, LOGGER
-from wordrun.runs.metrics import read
+from wordrun.track.metrics_jsonl import read
 from wordrun.train.checkpoint import OF_DISKS, SaveError
 from wordrun.train.failing import dispensable
 from wordrun.train.hooks.curve import TerminalCurve
 from wordrun.train.metrics import QUIET, one_line, rate
 from wordrun.train.training import Hook, Training, due
-from wordrun.validation import higher_is_better
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0

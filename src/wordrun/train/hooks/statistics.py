@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from wordrun import compat
 from wordrun.backend.tensors import local
-from wordrun.config import StatisticsConfig
+from wordrun.dist import torch_private
 from wordrun.dist.collectives import gather_json
+from wordrun.train.hooks.options import StatisticsConfig
 from wordrun.train.training import Hook, Training, due, native
 
 
@@ -130,7 +130,7 @@ class GradientStatistics(Statistics):
             if gradient is None or not local(gradient).numel():
                 continue
             row, copies = self._layers[_layer(name)], at.replicate * at.shard * at.tp
-            if compat.is_sharded(gradient):
+            if torch_private.is_sharded(gradient):
                 mesh = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies //= math.prod(size for size, placement in mesh if not placement.is_replicate())
             square, largest = _measured(local(gradient), self._sums.device)

@@ -1,0 +1,53 @@
+"""Trained models and their tokenizers in Python: ``wordrun.load`` and ``wordrun.load_tokenizer``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+
+from wordrun.checkpoint.saved import find
+from wordrun.data.tokenizers import construction as tokenizers
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.model.base import Model
+
+
+def load(
+    run: str | Path = "outputs/latest", checkpoint: str | int = "latest", *, weights: str = "model",
+    device: str | torch.device = "cpu",
+) -> Model:  # fmt: skip
+    """Return the trained model of a run, an ``nn.Module`` in evaluation mode and fp32, whatever ranks saved it.
+
+    ``model.cfg`` has the options of wordrun's own models. Parts of a project are found as in a run: call this in its
+    folder, or register them before.
+
+    Args:
+        run: a run directory, or a checkpoint in one.
+        checkpoint: latest, best, or a number of steps.
+        weights: model, or ema for the averaged weights of a run with hooks=[ema].
+        device: of the model.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+        ConfigError: it has no such weights.
+    """
+    saved = find(Path(run), str(checkpoint))
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
+        return saved.load_model(torch.device(device), torch.float32, weights)
+
+
+def load_tokenizer(run: str | Path = "outputs/latest", checkpoint: str | int = "latest") -> Tokenizer:
+    """Return the tokenizer of a run on text, with the methods ``encode(text)`` and ``decode(tokens)``.
+
+    Args:
+        run: a run directory, or a checkpoint in one.
+        checkpoint: latest, best, or a number of steps.
+
+    Raises:
+        UserError: there is no such checkpoint, or the run was on other data.
+    """
+    saved = find(Path(run), str(checkpoint), check=False)
+    saved.require_text()
+    return tokenizers.from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)

@@ -1,0 +1,1 @@
+"""``train.backend=deepspeed``."""

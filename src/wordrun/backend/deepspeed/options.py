@@ -1,0 +1,64 @@
+"""Options of train.backend=deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from wordrun.backend.options import BackendConfig
+from wordrun.common.validation import not_negative, positive
+
+
+@dataclass
+class DeepSpeedConfig(BackendConfig):
+    """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
+
+    own_engine: ClassVar[bool] = True
+    always_shown: ClassVar[tuple[str, ...]] = ("stage",)
+
+    name: str = "deepspeed"
+    """Name of the backend; set by train.backend."""
+    stage: int = 1
+    """ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."""
+    offload_optimizer: bool = False
+    """Keep the optimizer state in host memory and run the optimizer on the CPU; stages 1 to 3."""
+    offload_params: bool = False
+    """Keep parameter shards in host memory; stage 3."""
+    bucket_elements: int | None = None
+    """Bucket size for gradients and parameters, in elements; null: DeepSpeed's default, 500 million."""
+    keep_below: int | None = None
+    """At stage 3, do not shard parameters with fewer elements than this; null: DeepSpeed's default, 100,000."""
+    overlap_comm: bool | None = None
+    """Overlap gradient reduction with the backward pass; null: DeepSpeed's default for the stage."""
+    config: str | None = None
+    """A ds_config file (JSON) with further settings; a file that contradicts the run's options is rejected."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from positive("backend", self, "bucket_elements")
+        yield from not_negative("backend", self, "keep_below")
+        if not 0 <= self.stage <= 3:
+            yield f"backend.stage={self.stage} should be 0, 1, 2 or 3"
+        if self.offload_optimizer and self.stage == 0:
+            yield "backend.offload_optimizer=true needs sharded optimizer state: backend.stage=1 to 3"
+        if self.offload_params and self.stage != 3:
+            yield f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
+
+    def conflicts(self, cfg: Any) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if cfg.lora_rank:
+            yield (
+                f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "
+                "weights: use train.backend=FSDP or DDP"
+            )
+        if cfg.train.on_nonfinite == "skip":
+            yield (
+                "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
+                "use train.on_nonfinite=rollback"
+            )
+        if cfg.train.compile is True and self.stage == 3:
+            yield (
+                "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
+                "use train.compile=false, backend.stage=2, or train.backend=FSDP"
+            )

@@ -1,0 +1,118 @@
+"""Options of train.backend=diloco."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig
+from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.section import field_types, fits, value_text
+from wordrun.common.validation import above_zero, fractions, positive
+from wordrun.train.options import DTYPES
+
+
+@dataclass
+class DilocoConfig(BackendConfig):
+    """DiLoCo, for slow links: islands of ranks train alone, and exchange weights every backend.sync_every steps."""
+
+    independent: ClassVar[bool] = True
+
+    name: str = "diloco"
+    """Name of the backend; set by train.backend."""
+    inner: str = "DDP"
+    """The backend within each island: DDP or FSDP."""
+    inner_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the inner backend, such as {reshard_after_forward: false}; see backend.KEY of DDP and FSDP."""
+    islands: int | None = None
+    """Number of islands, each of consecutive ranks; null: one per node or, on a single node, one per rank."""
+    sync_every: int = 30
+    """Steps between two exchanges of the same weights."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer steps, in which the islands' mean change of the weights is the gradient."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer steps; 0: none."""
+    fragments: int = 1
+    """Divide the weights into this many fragments of whole blocks, exchanged at different steps (streaming DiLoCo)."""
+
+    @property
+    def one_module(self) -> bool:
+        """Whether nothing runs between the blocks, as with DDP within the islands."""
+        return self.inner.upper() == "DDP"
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from positive("backend", self, "islands", "sync_every", "fragments")
+        yield from above_zero("backend", self, "outer_lr")
+        yield from fractions("backend", self, "outer_momentum")
+        if self.fragments > self.sync_every:
+            yield (
+                f"backend.fragments={self.fragments} are exchanged at different steps, and backend.sync_every="
+                f"{self.sync_every} has fewer: use at most {self.sync_every}"
+            )
+        try:
+            inside = self.inside()
+        except ConfigError as error:
+            yield str(error)
+            return
+        yield from (self.of_inner(problem) for problem in inside.problems())
+        wanted = {**inside.axes(), "ep": inside.experts_over}
+        divided = [f"{axis}: {value_text(wanted[axis])}" for axis in ("tp", "cp", "ep") if wanted.get(axis, 1) != 1]
+        if divided:
+            yield (
+                f"backend.inner_options={{{', '.join(divided)}}}: the islands of "
+                "train.backend=diloco have no tensor, context or expert parallelism: use replicate and shard only"
+            )
+
+    def conflicts(self, cfg: Any) -> Iterable[str]:
+        """Return where the other options of ``cfg`` contradict these."""
+        if cfg.train.on_nonfinite == "skip":
+            yield (
+                "train.on_nonfinite=skip needs all ranks to agree on each step, and train.backend=diloco has islands "
+                "that take steps by themselves: use train.on_nonfinite=rollback"
+            )
+        if DTYPES.get(cfg.train.dtype) == "fp16":
+            yield "train.dtype=fp16 would scale losses differently on each island: use train.dtype=bf16 or fp32"
+
+    def inside(self) -> BackendConfig:
+        """Return the options of the inner backend.
+
+        Raises:
+            ConfigError: it is neither DDP nor FSDP, or does not have the options.
+        """
+        kinds: dict[str, type[BackendConfig]] = {"DDP": DDPConfig, "FSDP": FSDPConfig}
+        kind = kinds.get(self.inner.upper())
+        if kind is None:
+            raise ConfigError(
+                f"backend.inner={self.inner}: islands train with DDP or FSDP: use backend.inner=DDP, or FSDP if the "
+                "model does not fit on one device"
+            )
+        types = field_types(kind)  # type: ignore[arg-type]
+        for name, value in self.inner_options.items():
+            if name not in types or name == "name":
+                raise ConfigError(
+                    f"backend.inner_options.{name}: {kind().name} has no such option{nearest(name, types)}"
+                )
+            if not fits(value, types[name]):
+                expected = getattr(types[name], "__name__", types[name])
+                raise ConfigError(f"backend.inner_options.{name}={value} should be of type {expected}")
+        return kind(**self.inner_options)
+
+    def of_inner(self, problem: str) -> str:
+        """Return a message about the inner backend's options with the names that they have here."""
+        return problem.replace("backend.", "backend.inner_options.")
+
+    def count(self, ranks: int, per_node: int) -> int:
+        """Return the number of islands of ``ranks`` ranks, ``per_node`` to a node.
+
+        Raises:
+            ConfigError: they do not divide the ranks.
+        """
+        wanted = self.islands or (ranks if per_node >= ranks else max(1, ranks // per_node))
+        if ranks % wanted:
+            fits = sorted((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - wanted))[:2]
+            raise ConfigError(
+                f"backend.islands={wanted} does not divide {ranks} ranks: use {' or '.join(map(str, sorted(fits)))}"
+            )
+        return wanted

@@ -1,0 +1,233 @@
+"""Options of backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from wordrun.common.section import Section
+from wordrun.common.validation import not_negative, one_of, positive
+
+
+@dataclass
+class BackendConfig(Section):
+    """Parallelization of the optimizer step."""
+
+    pipeline: ClassVar[bool] = False
+    """Whether the model's layers are divided into the stages of a pipeline."""
+    own_engine: ClassVar[bool] = False
+    """Whether a library's engine takes the steps, and flattens and shards the parameters."""
+    replicated: ClassVar[bool] = False
+    """Whether every rank has the whole model, with all gradients, as one module."""
+    sharded: ClassVar[bool] = False
+    """Whether FSDP shards each parameter across ranks."""
+    independent: ClassVar[bool] = False
+    """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
+    always_shown: ClassVar[tuple[str, ...]] = ()
+    """Options that `wordrun plan` names in its commands even if they have their defaults."""
+
+    name: str = "DDP"
+    """Name of the backend; set by train.backend."""
+
+    def axes(self) -> dict[str, int | None]:
+        """Return the requested size of each axis of the layout; -1: all remaining ranks, None: chosen for the job."""
+        return {"replicate": -1}
+
+    @property
+    def experts_over(self) -> int:
+        """Number of ranks among which the experts of a mixture are divided."""
+        return 1
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether a pipeline computes gradients of weights later than those of activations."""
+        return False
+
+    @property
+    def one_micro_step(self) -> bool:
+        """Whether a step must have one micro-step."""
+        return False
+
+    @property
+    def one_module(self) -> bool:
+        """Whether nothing runs between the blocks, so that the model may be compiled as one graph."""
+        return self.replicated
+
+    def stages(self, pp: int) -> int:
+        """Return the number of stages in a pipeline of ``pp`` ranks."""
+        return 1
+
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
+        return 1
+
+
+@dataclass
+class DDPConfig(BackendConfig):
+    """Distributed data parallel: a full model on every rank; gradients are averaged."""
+
+    replicated: ClassVar[bool] = True
+
+    name: str = "DDP"
+    """Name of the backend; set by train.backend."""
+    bucket_cap_mb: int = 25
+    """Size of the gradient all-reduce buckets, in MiB."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients be views into the buckets, which saves a copy (memory and time)."""
+    static_graph: bool = False
+    """Tell DDP that the graph never changes, which enables optimizations; requires one micro-step per step."""
+    find_unused_parameters: bool = False
+    """Allow steps in which some parameters get no gradient, for which DDP searches the graph of each step."""
+    compress: str = "none"
+    """Gradient compression for the all-reduce: none, or bf16 (half the traffic)."""
+
+    @property
+    def one_micro_step(self) -> bool:
+        """Whether a step must have one micro-step."""
+        return self.static_graph
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from positive("backend", self, "bucket_cap_mb")
+        yield from one_of("backend.compress", self.compress, ["none", "bf16"])
+        if self.find_unused_parameters and self.static_graph:
+            yield (
+                "backend.static_graph=true finds unused parameters by itself, in the first step: omit "
+                "backend.find_unused_parameters=true; if other parameters are unused in other steps, omit "
+                "backend.static_graph=true"
+            )
+
+
+@dataclass
+class FSDPConfig(BackendConfig):
+    """Fully sharded data parallel: parameters, gradients and optimizer state are sharded across ranks (ZeRO-3)."""
+
+    sharded: ClassVar[bool] = True
+
+    name: str = "FSDP"
+    """Name of the backend; set by train.backend."""
+    replicate: int = 1
+    """Number of model replicas, each sharded across backend.shard ranks (hybrid sharding); -1: all remaining ranks."""
+    shard: int = -1
+    """Number of ranks across which each replica is sharded; -1: all remaining ranks."""
+    cp: int = 1
+    """Context-parallel ranks: the number over which each sequence is divided, for sequences that are too long for one
+    rank's memory; -1: all remaining ranks."""
+    cp_attention: str = "auto"
+    """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads) or gather (each
+    gathers keys and values); auto: heads if their number allows it, or gather."""
+    ep: int = 1
+    """Expert-parallel ranks: the number over which the experts of a mixture are divided; part of shard x cp."""
+    tp: int | None = 1
+    """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass and gather them again for the backward pass (ZeRO-3); false:
+    keep them in between (ZeRO-2)."""
+    reduce_dtype: str = "fp32"
+    """Precision of the gradient reduction: fp32 or bf16."""
+    cpu_offload: bool = False
+    """Keep the shards in host memory and run the optimizer on the CPU."""
+    prefetch: int = 1
+    """Number of blocks whose parameters are prefetched, that is, gathered before they are used; 0: gather on demand."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
+        if self.cp_attention == "ring":
+            yield "backend.cp_attention=ring was removed: use auto, that is heads if their number allows it, or gather"
+        else:
+            yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather"])
+        yield from not_negative("backend", self, "prefetch")
+        yield from positive("backend", self, "ep")
+
+    def axes(self) -> dict[str, int | None]:
+        """Return the requested size of each axis of the layout."""
+        return {"replicate": self.replicate, "shard": self.shard, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def experts_over(self) -> int:
+        """Number of ranks among which the experts of a mixture are divided."""
+        return self.ep
+
+
+@dataclass
+class TPConfig(FSDPConfig):
+    """Tensor parallel (Megatron) with sequence-parallel norms, combined with FSDP across the remaining ranks."""
+
+    name: str = "TP"
+    """Name of the backend; set by train.backend."""
+    tp: int | None = None
+    """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
+
+
+@dataclass
+class PPConfig(FSDPConfig):
+    """Pipeline parallel: each rank holds a stage of consecutive blocks, and micro-batches flow through the stages."""
+
+    pipeline: ClassVar[bool] = True
+
+    name: str = "PP"
+    """Name of the backend; set by train.backend."""
+    pp: int | None = None
+    """Number of ranks in a pipeline; null: all remaining ranks."""
+    replicate: int = -1
+    """Number of pipeline replicas, each with different data; -1: all remaining ranks."""
+    shard: int = 1
+    """Number of ranks across which each stage's parameters, gradients and optimizer state are sharded."""
+    schedule: str = "1F1B"
+    """Pipeline schedule: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble."""
+    stages_per_rank: int = 2
+    """Virtual stages per rank in interleaved schedules."""
+    microbatches: int | None = None
+    """Number of micro-batches per micro-step; null: one per rank of the pipeline if possible."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from one_of("backend.schedule", self.schedule, SCHEDULES)
+        yield from positive("backend", self, "stages_per_rank", "microbatches")
+
+    def axes(self) -> dict[str, int | None]:
+        """Return the requested size of each axis of the layout."""
+        return {"pp": self.pp, **super().axes()}
+
+    @property
+    def zero_bubble(self) -> bool:
+        """Whether gradients of weights are computed later than those of activations."""
+        return self.schedule in ZERO_BUBBLE
+
+    def stages(self, pp: int) -> int:
+        """Return the number of stages; with ZBVZeroBubble they form a V, and each rank has one in each half of it."""
+        if self.schedule == "ZBVZeroBubble":
+            return 2 * pp
+        return pp * self.stages_per_rank if self.schedule in INTERLEAVED else pp
+
+    def microbatches_of(self, batch_size: int, pp: int) -> int:
+        """Return the option, or one micro-batch per rank of the pipeline if possible."""
+        return self.microbatches or math.gcd(batch_size, pp)
+
+
+@dataclass
+class ThreeDConfig(PPConfig):
+    """Pipeline x data x tensor parallel."""
+
+    name: str = "3D"
+    """Name of the backend; set by train.backend."""
+    pp: int | None = 2
+    """Number of ranks in a pipeline."""
+    replicate: int = 1
+    """Number of replicas of the sharded model; for DDP across pipelines use replicate=-1 shard=1."""
+    shard: int = -1
+    """Number of ranks across which each stage's parameters, gradients and optimizer state are sharded; -1: all
+    remaining ranks."""
+    tp: int | None = 2
+    """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
+
+
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that fill the bubble with the gradients of weights, computed later than those of activations."""
+INTERLEAVED = ("Interleaved1F1B", *ZERO_BUBBLE)
+"""Schedules in which a rank has several virtual stages."""
+SCHEDULES = ("GPipe", "1F1B", *INTERLEAVED)

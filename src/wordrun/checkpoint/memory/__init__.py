@@ -1,0 +1,1 @@
+"""Checkpoints in the memory of nodes (``train.memory_checkpoint_interval``)."""

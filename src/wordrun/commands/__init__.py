@@ -1,0 +1,1 @@
+"""The commands of ``wordrun NAME``, a module with ``main(argv) -> int`` each."""

@@ -1,0 +1,159 @@
+"""A conversation with a model on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wordrun.common import interrupts
+from wordrun.common.errors import ConfigError
+from wordrun.data.options import TextConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wordrun.data.tokenizers.base import Tokenizer
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+Continue = Callable[..., "Tensor"]
+"""Returns its first argument, tokens (1, T), followed by generated tokens; see ``wordrun.model.generate.generate``."""
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# An incomplete UTF-8 character has at most 3 bytes, so at most the last 3 tokens belong to one.
+INCOMPLETE = 3
+# If no text is complete for this many tokens, such as in random bytes, only the last CONTEXT of them are decoded again.
+WINDOW, CONTEXT = 32, 16
+
+
+class Screen:
+    """Prints text token by token, each character as soon as all its bytes have arrived.
+
+    What a token stands for depends on those before it: a space between two words may be part of neither. So new tokens
+    are decoded behind those that were printed last, and only what they add is printed. Together that is the text of
+    all tokens, and the cost of a token does not depend on how many there were.
+
+    Args:
+        decode: returns the text of tokens.
+        after: tokens that precede the text, and are not printed.
+    """
+
+    def __init__(self, decode: Callable[[Any], str], after: Sequence[int] = ()) -> None:
+        self.decode = decode
+        self._window = list(after)
+        """The last tokens: some that have been printed, and those that have not."""
+        self._shown = len(self._text())
+        """Characters of their text that have been printed."""
+        self._complete = len(after)
+        """How many of them end with a complete character, and have been printed."""
+
+    def __call__(self, tokens: Sequence[int]) -> None:
+        """Print the text that ``tokens`` add, holding back an incomplete character until the rest arrives."""
+        self._window += tokens
+        text = self._text()
+        unsure = len(text) - len(text.rstrip(REPLACEMENT))
+        if not unsure and len(text) > self._shown:
+            self._print(text)
+            self._window, self._complete = self._window[self._complete :], len(self._window) - self._complete
+            self._shown = len(self._text())
+        elif len(self._window) - self._complete > INCOMPLETE:
+            self._print(text[: len(text) - min(unsure, INCOMPLETE)])
+            if len(self._window) > WINDOW:
+                left = max(0, len(text) - self._shown)
+                self._window, self._complete = self._window[-CONTEXT:], 0
+                self._shown = max(0, len(self._text()) - left)
+
+    def end(self) -> None:
+        """Print any held-back text, and end the line."""
+        self._print(self._text())
+        print(flush=True)
+
+    def _text(self) -> str:
+        """Return the text of the window."""
+        import numpy as np  # here, so that messages about options do not wait for it
+
+        return self.decode(np.array(self._window, dtype=np.int64)) if self._window else ""
+
+    def _print(self, text: str) -> None:
+        """Print what of ``text``, that of the window, has not been printed."""
+        print(text[self._shown :], end="", flush=True)
+        self._shown = max(self._shown, len(text))
+
+
+class Chat:
+    """The turns of a conversation, as tokens that only grow, so that a KV cache serves all of them.
+
+    Args:
+        continue_: generates; the same object throughout, with its KV cache.
+        tokenizer: of the model.
+        data: what the model was trained on; pairs say by their template how a turn is written.
+    """
+
+    def __init__(self, continue_: Continue, tokenizer: Tokenizer, data: TextConfig) -> None:
+        self.continue_, self.tokenizer, self.data = continue_, tokenizer, data
+        _, self.after = self._written("")
+        self.stop = [] if tokenizer.eot is None else [tokenizer.eot]
+        self.stop += tokenizer.encode(self.after)[:1].tolist()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.tokens: list[int] = [] if self.tokenizer.eot is None else [self.tokenizer.eot]
+
+    def answer(self, text: str) -> None:
+        """Print the answer to ``text`` as it is generated; Ctrl-C ends it.
+
+        Raises:
+            ConfigError: the vocabulary lacks some of the characters of ``text``, or no text has had any tokens so far.
+        """
+        import torch
+
+        turn = self.tokenizer.encode(self._written(text)[0]).tolist()
+        self.tokens += turn
+        if not self.tokens:
+            raise ConfigError(f"{text!r} has no tokens with tokenizer={self.tokenizer.kind}: write something else")
+        show, started = Screen(self.tokenizer.decode, after=turn), len(self.tokens)
+
+        def add(column: Tensor) -> None:
+            self.tokens += column.tolist()
+            if self.tokens[-1] not in self.stop:
+                show(column.tolist())
+
+        with contextlib.suppress(KeyboardInterrupt):
+            self.continue_(torch.tensor([self.tokens]), on_tokens=add, stop=self.stop)
+        show.end()
+        written = self.tokenizer.encode(self.after).tolist()
+        if written and len(self.tokens) > started and self.tokens[-1] == written[0]:
+            self.tokens += written[1:]
+
+    def _written(self, text: str) -> tuple[str, str]:
+        """Return what the model sees of a turn before the answer, and after it."""
+        return self.data.turn(text) if self.data.kind == "pairs" else (f"{text}\n", "")
+
+
+def converse(chat: Chat) -> None:
+    """Read lines from the terminal and print the answers to them, until the user leaves."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() uses it to edit lines
+
+    print(HELP)
+    with interrupts.raising():
+        while True:
+            try:
+                line = input("> ").strip()
+                if line == "/exit":
+                    return
+                if line == "/reset":
+                    chat.reset()
+                elif line.startswith("/"):
+                    print(HELP)
+                elif line:
+                    chat.answer(line)
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:  # at the prompt: a new line
+                print()
+            except ConfigError as error:
+                print(error)

@@ -1,0 +1,238 @@
+"""``wordrun export run=DIR``: exports a checkpoint as a folder for transformers or as weights only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wordrun.common import interrupts
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.section import Section
+from wordrun.common.validation import above_zero, one_of
+from wordrun.config.arguments import run
+from wordrun.config.registry import refuse_own_model
+from wordrun.config.schema import to_plain
+from wordrun.train.options import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wordrun.checkpoint.saved import Saved
+
+USAGE = """\
+Export a checkpoint to Hugging Face format: model.safetensors, config.json and the tokenizer.
+
+  wordrun export run=outputs/latest
+  wordrun export run=outputs/latest checkpoint=best out=my-model dtype=bf16
+  wordrun export run=outputs/latest form=checkpoint out=weights
+
+Load the result with AutoModelForCausalLM.from_pretrained(DIR) and AutoTokenizer.from_pretrained(DIR), or start another
+run from its weights with train.init_from=hf:DIR. form=checkpoint writes fp32 weights in wordrun's own format instead,
+which makes a DeepSpeed checkpoint readable without DeepSpeed. See docs/generate.md for details.
+"""
+
+
+@dataclass
+class ExportConfig(Section):
+    """The checkpoint, and the location and format of the export."""
+
+    run: str = "outputs/latest"
+    """Run directory, or a checkpoint in it."""
+    out: str | None = None
+    """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
+    form: str = "huggingface"
+    """huggingface, checkpoint for train.init_from, wordrun generate and wordrun export, or peft: LoRA's adapters
+    alone, for the peft library."""
+    checkpoint: str = "latest"
+    """latest, best, or a step."""
+    weights: str = "model"
+    """model, or ema for the averaged weights of a run with hooks=[ema]."""
+    dtype: str = "fp32"
+    """Precision of the exported weights: fp32, bf16 or fp16."""
+    shard_gb: float = 4.0
+    """Maximum size of a weights file in GB (10^9 bytes), unless a single tensor is larger; export needs this much
+    memory."""
+
+    def problems(self) -> Iterable[str]:
+        """Return a message for each invalid option."""
+        yield from one_of("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "auto"])
+        yield from one_of("form", self.form, ["huggingface", "checkpoint", "peft"])
+        yield from above_zero("", self, "shard_gb")
+        if self.out is not None and Path(self.out).exists():
+            yield f"out={self.out} already exists: remove it, or choose another folder"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the command line) and return its exit status."""
+    try:
+        return run(ExportConfig, USAGE, lambda options: print(export(options)), argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def export(options: ExportConfig) -> Path:
+    """Write the folder described by ``options`` and return its path.
+
+    Raises:
+        ConfigError: if the folder exists.
+        UserError: if there is no such checkpoint or the folder cannot be written to.
+    """
+    # Imported here so that --help and error messages do not wait for torch.
+    from wordrun.checkpoint.saved import find
+    from wordrun.data.tokenizers.construction import from_checkpoint
+    from wordrun.data.tokenizers.huggingface import require_convertible
+
+    saved = find(Path(options.run), options.checkpoint)
+    if options.form != "checkpoint":
+        saved.require_text()
+        refuse_own_model(saved.config.model)
+    if options.form == "huggingface":  # before the weights are written
+        ours = from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+        require_convertible(json.loads(ours.to_json()))
+    name = saved.folder.name if options.weights == "model" else f"{saved.folder.name}-{options.weights}"
+    out = Path(options.out or saved.folder.parent.parent / options.form / name)
+    if out.exists():
+        raise ConfigError(f"{out} already exists: remove it, or choose another folder with out=DIR")
+    draft = out.with_name(f".{out.name}.new")  # so an interrupted export never looks complete
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        # DeepSpeed prints while reading its checkpoints. After Ctrl-C, no part of an export should be left behind.
+        with contextlib.redirect_stdout(sys.stderr), interrupts.raising():
+            if options.form == "checkpoint":
+                write_checkpoint(draft, saved, options.weights)
+            elif options.form == "peft":
+                write_adapter(draft, saved, DTYPES[options.dtype], options.weights)
+            else:
+                write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9), options.weights)
+                write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
+        for file in draft.glob("*.safetensors"):  # the library makes them readable by the owner only
+            file.chmod(draft.stat().st_mode & 0o666)
+        draft.rename(out)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or draft}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return out
+
+
+def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str = "model") -> None:
+    """Write the weights of ``saved`` as safetensors files, of at most ``limit`` bytes unless one weight is larger."""
+    from safetensors.torch import save_file
+
+    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.model import mup
+    from wordrun.model.huggingface import to_huggingface
+
+    cfg, kind = saved.config.transformer, TORCH_DTYPES[dtype]
+    weights = mup.folded(saved.weights(which), cfg)
+    model = saved.transformer()
+    shards: list[list[str]] = [[]]
+    room = limit
+    # Plan the files on the meta model first: each file name includes their number.
+    for name, shape in model.state_dict().items():
+        if model.tied and name == "head.weight":
+            continue
+        size = sum(tensor.numel() * kind.itemsize for tensor in to_huggingface({name: shape}, cfg).values())
+        if shards[-1] and size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    index: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            theirs = to_huggingface({name: weights[name]}, cfg)
+            tensors |= {their_name: tensor.to(kind) for their_name, tensor in theirs.items()}
+        save_file(tensors, folder / file, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(tensors, file)
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
+    """Write config.json and, unless the vocabulary is missing, the tokenizer files."""
+    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.data.tokenizers.construction import from_checkpoint
+    from wordrun.data.tokenizers.huggingface import chat_template, tokenizer_json
+    from wordrun.model.huggingface import huggingface_config
+
+    cfg, ours = saved.config.transformer, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
+    facts = huggingface_config(cfg, saved.transformer().vocab_size)
+    tokenizer, end = (None, ours.eot) if ours.missing else tokenizer_json(json.loads(ours.to_json()))
+    facts |= {"bos_token_id": end, "eos_token_id": end}
+    _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
+    if tokenizer is None:
+        print(f"exported without its tokenizer: {ours.missing}", file=sys.stderr)
+        return
+    _write_json(folder / "tokenizer.json", tokenizer)
+    normalizer = tokenizer.get("normalizer") or {}
+    if facts["model_type"] == "qwen2" and normalizer.get("type") != "NFC":  # Qwen's own has it
+        print(
+            "load the tokenizer with transformers.PreTrainedTokenizerFast: for models of this type, AutoTokenizer of "
+            "transformers 5 divides text as Qwen's tokenizer does, and not as this one",
+            file=sys.stderr,
+        )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
+        "clean_up_tokenization_spaces": False,  # a space before a comma is part of the text
+    }  # fmt: skip
+    if (data := saved.config.text).kind == "pairs":
+        text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
+        settings["chat_template"] = chat_template(data.template, text)
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
+    """Write LoRA's adapters in a form that the peft library reads.
+
+    Raises:
+        UserError: the checkpoint is not LoRA's.
+    """
+    from safetensors.torch import save_file
+
+    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.model.huggingface import adapter
+
+    if saved.lora is None:
+        raise UserError(f"form=peft is for runs with model.lora_rank, and {saved.folder} is from another run: omit it")
+    kind, source = TORCH_DTYPES[dtype], str(saved.manifest["base"]["source"])
+    facts, tensors = adapter(saved.stored(which), saved.lora)
+    save_file({name: tensor.to(kind) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    _write_json(folder / "adapter_config.json", {**facts, "base_model_name_or_path": source.removeprefix("hf:")})
+
+
+def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
+    """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
+    from wordrun.checkpoint import folder as folders, shards
+    from wordrun.checkpoint.saved import ARGUMENTS, MODEL
+
+    weights = saved.weights(which)
+    mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]
+    shards.write(folder, mine)
+    shards.write_index(folder)
+    if saved.tokenizer_json:
+        (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
+    files = folders.describe(folder, [path.name for path in folder.iterdir()])
+    folders.write_manifest(folder, {
+        **{name: saved.manifest[name] for name in ("step", *ARGUMENTS) if name in saved.manifest},
+        "config": to_plain(saved.config),
+        "backend": {"kind": "weights"}, "files": files,
+    })  # fmt: skip
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

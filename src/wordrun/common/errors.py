@@ -1,0 +1,190 @@
+"""User errors: shown as one message without a traceback, each kind with its own exit status."""
+
+import inspect
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from wordrun.common.synonyms import VALUES
+
+# EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
+REQUEUE = 75
+MARK = "wordrun"
+"""File that wordrun's commands leave in the folder in which launch's ranks report, whatever has started them."""
+SHOWN = 4
+"""Lines of a part that are shown on the screen when it fails."""
+SHOWN_RANGES = 8
+"""A message names this many ranges of ranks."""
+
+
+class UserError(Exception):
+    """Something outside the program is wrong; the message names it, its value and the remedy."""
+
+    exit_status = 1
+    page = ""
+    """The section of docs/ that says more, such as ``launch.md#sites``; empty: the message says it all."""
+
+    def __init__(self, message: object = "", *, page: str = "") -> None:
+        """Say ``message``; ``page`` says more than that of the class."""
+        super().__init__(message)
+        self.page = page or self.page
+
+
+class ConfigError(UserError, ValueError):
+    """The options contradict each other or name something that does not exist; nothing was started."""
+
+    exit_status = 2
+
+
+class WorldError(UserError):
+    """The launcher's variables, MPI and the machine do not agree on who the ranks are."""
+
+    exit_status = 2
+    page = "dist.md#how-a-process-is-identified"
+
+
+class PartError(UserError, RuntimeError):
+    """The code of a part raised an exception, which is the cause; the message names the part."""
+
+    def __init__(self, what: str, error: BaseException, code: Any) -> None:
+        """Say that ``what`` failed with ``error``, and in which line of the package that defines ``code``."""
+        try:
+            file = inspect.getsourcefile(code) or ""
+        except (TypeError, OSError):  # it has no file
+            file = ""
+        self.frames = _frames_of(error, code, file)
+        """The lines of the part that led to the error."""
+        name, line = (self.frames[-1].filename, f":{self.frames[-1].lineno}") if self.frames else (file, "")
+        where = f" ({Path(name).name}{line})" if name else ""
+        super().__init__(f"{what}: {type(error).__name__}: {first_line(error)}{where}")
+        self.__cause__ = error
+        self.file: Path | None = None
+
+    def note(self, file: Path) -> None:
+        """Add to the message, once, that the traceback is in ``file``."""
+        if self.file is None:
+            self.file, self.args = file, (f"{self}; traceback: {file}",)
+
+    def tracebacks(self) -> str:
+        """Return the traceback, for a file."""
+        return "".join(traceback.format_exception(self))
+
+    def excerpt(self) -> str:
+        """Return the message and, below it, the part's own lines that led to the error."""
+        lines = [f"  {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in self.frames if frame.line]
+        return "\n".join([str(self), *lines[-SHOWN:]])
+
+
+class SeveralPartsError(PartError):
+    """Several parts failed."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        """Say what each of ``errors`` says."""
+        UserError.__init__(self, "\n".join(map(str, errors)))
+        self.errors, self.frames, self.file = errors, [], None
+
+    def tracebacks(self) -> str:
+        """Return the tracebacks of all errors."""
+        return "\n".join("".join(traceback.format_exception(error)) for error in self.errors)
+
+
+def raise_all(errors: Sequence[UserError]) -> None:
+    """Raise ``errors`` as one, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
+    if any(isinstance(error, PartError) for error in errors):
+        raise SeveralPartsError(errors)
+    if errors:
+        raise ConfigError("\n".join(map(str, errors)))
+
+
+def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.FrameSummary]:
+    """Return the frames of ``error`` in the package that defines ``code``; of wordrun's own, only those in ``file``."""
+    package = (getattr(code, "__module__", None) or "").partition(".")[0]
+    walked = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = traceback.extract_tb(error.__traceback__)
+    own = [str(frame.f_globals.get("__name__")).partition(".")[0] == package != "wordrun" for frame in walked]
+    return [each for each, inside in zip(found, own, strict=False)
+            if each.filename == file or (inside and each.filename[:1] != "<")]  # fmt: skip
+
+
+def with_page(error: UserError) -> str:
+    """Return an error's message and, if a page has more to say than the message, a line that names it."""
+    if isinstance(error, PartError):  # of which the file with the traceback has more to say
+        return error.excerpt()
+    return f"{error}\nmore: docs/{error.page}" if error.page else str(error)
+
+
+def lines_without_pages(output: str) -> list[str]:
+    """Return the lines of a program's output, but for empty ones and those with which messages name a page of docs/."""
+    lines = (line.strip() for line in output.splitlines())
+    return [line for line in lines if line and not line.removeprefix("launch: ").startswith("more: docs/")]
+
+
+def show(error: UserError) -> int:
+    """Print an error's message, with the page that has more to say, on stderr; return the exit status."""
+    print(with_page(error), file=sys.stderr, flush=True)
+    return error.exit_status
+
+
+def short_lines(message: str, width: int = 120) -> list[str]:
+    """Return a message's lines; one longer than ``width`` becomes a line for each part before and after a semicolon."""
+    lines = message.splitlines()
+    return [part for line in lines for part in (line.replace("; ", "\n  ") if len(line) > width else line).split("\n")]
+
+
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
+    import difflib  # imported here to keep launch fast
+
+    names = list(known)
+    if (meant := VALUES.get(word.lower())) in names:
+        return f"; did you mean '{prefix}{meant}'?"
+    by_lower = {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return sorted numbers such as ``0-2, 5``, and only the first few ranges."""
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    ]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:SHOWN_RANGES]]
+    return ", ".join(shown) + (f" and {sum(map(len, runs[SHOWN_RANGES:]))} more" if len(runs) > SHOWN_RANGES else "")
+
+
+def listed(names: Iterable[str], width: int = 100) -> str:
+    """Return ``names`` for the end of a message, in parentheses, which are on lines of their own if they are many."""
+    text = f"({', '.join(names)})"
+    if len(text) <= width:
+        return f" {text}"
+    lines = textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="   ", break_on_hyphens=False)
+    return "\n".join(["", *lines])
+
+
+def as_whole(value: str) -> str:
+    """Return how to write a ``value`` such as 1e3 for an option that takes whole numbers; empty: it is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    is_whole = abs(number) < 2**53 and number.is_integer()
+    return f": write {number:.0f}, without a point or an exponent" if is_whole else ""
+
+
+def first_line(error: BaseException | str, most: int = 200) -> str:
+    """Return the first line of an error's message, cut to ``most`` characters; if there is no message, its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
+def unpickling_problem(error: BaseException) -> str:
+    """Return why ``torch.load`` refused a file, without torch's advice to load it all the same."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it contains {refused[1]}, which is code rather than data" if refused else first_line(error)

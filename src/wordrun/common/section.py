@@ -1,0 +1,45 @@
+"""The base classes of config sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+EXAMPLES = "wordrun.train.examples:ExamplesTask"
+"""The task of data that consist of examples with an index: images with their classes, or any map-style dataset."""
+TEXT = "wordrun.train.language:LanguageTask"
+"""The task of text: language modeling."""
+
+
+class Section:
+    """A section of the config."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone, a message each."""
+        return []
+
+    def conflicts(self, cfg: Any) -> Iterable[str]:
+        """Return where the other options of ``cfg``, the complete Config, contradict these, a message each."""
+        return []
+
+
+def value_text(value: Any) -> str:
+    """Return ``value`` as it is written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@cache
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether ``value``, which was read from JSON, has the type ``kind``; types that JSON lacks all fit."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(fits(value, each) for each in get_args(kind))
+    kind = get_origin(kind) or kind
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind or kind not in (bool, int, str, list, dict, type(None))

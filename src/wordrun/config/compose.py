@@ -1,0 +1,271 @@
+"""Composes overrides into one typed, validated Config, using Hydra."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.log import LOGGER
+from wordrun.common.run_id import new_run_id
+from wordrun.config import project
+from wordrun.config.messages import REFUSALS, diagnose, name_of, option_names, unknown_option
+from wordrun.config.part_source import PartSource, SearchPath, all_problems
+from wordrun.config.registry import backends
+from wordrun.config.rules import check
+from wordrun.config.schema import RENAMED, SECTIONS, Config, schemas
+from wordrun.data.tokenizers.options import TokenizerConfig
+from wordrun.model.options import ModelConfig
+from wordrun.train.options import DTYPES, ScheduleConfig
+
+# Hydra's own settings that a run uses; others would be silently ignored.
+HYDRA_SETTINGS = (
+    "hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra.launcher.",
+    "hydra/sweeper", "hydra.sweeper.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The root of the configuration tree; Hydra's --config-path, --config-name and --config-dir change it."""
+
+    name: str = "config"
+    path: str | None = None
+    extra_dir: str | None = None
+
+
+def compose(
+    overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None,
+    checked: bool = True,
+) -> Config:  # fmt: skip
+    """Return the validated Config for command-line ``overrides``.
+
+    Args:
+        overrides: such as ``["data=sample", "train.max_iters=20"]``.
+        tree: the root of the configuration tree; None: wordrun's own.
+        ranks: number of ranks, for checks that depend on it; None skips them, as a Trainer runs them itself.
+        per_node: ranks per node; None: all on one node.
+        checked: False accepts a config that cannot be trained, such as a model without its data, to show its options.
+
+    Raises:
+        ConfigError: if the config is invalid; the message names every problem.
+    """
+    tree = tree or Tree()
+    for flag, folder in (("--config-dir", tree.extra_dir), ("--config-path", tree.path)):
+        if folder and not os.path.isdir(folder):
+            raise ConfigError(f"{flag} {folder} is not a folder")
+    if taken := [problem for folder in (project.here().conf, tree.extra_dir) for problem in _taken(folder)]:
+        raise ConfigError("\n".join(taken))
+    for conf in (project.here().conf, tree.extra_dir):
+        if conf and (root := Path(conf) / f"{tree.name}.yaml").is_file() and not tree.path:
+            LOGGER.warning(
+                "%s is not read, because wordrun's own %s is the root of the config: move its settings to "
+                "%s/experiment/NAME.yaml, and choose them with experiment=NAME", root, root.name, conf,
+            )  # fmt: skip
+    for override in overrides:
+        if (old := name_of(override)) in RENAMED:
+            LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
+    overrides = [renamed(override) for override in overrides]
+    unused = [o for o in overrides if name_of(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
+    if unused:
+        why = "has no effect on a run, which uses only hydra.run.dir and hydra.searchpath of Hydra's settings"
+        raise ConfigError("\n".join(f"{override} {why}" for override in unused))
+    try:
+        composed = _compose(list(overrides), tree)
+    except REFUSALS as error:
+        problems, others, refused = diagnose(list(overrides), partial(_compose, tree=tree), error)
+        # Of a group that was refused, the others have the default, about which nobody wants to know.
+        about = re.compile(rf"\b({'|'.join(refused)})=" if refused else "(?!)")
+        problems += [problem for problem in _problems_of(others, ranks, per_node) if not about.search(problem)]
+        raise ConfigError("\n".join(problems)) from None
+    # A resumed run stays in its directory unless another one is given.
+    stays = checked and not any(name_of(override) == "hydra.run.dir" for override in overrides)
+    run_dir = _run_to_continue(composed) if stays else None
+    return to_config(composed, run_dir=run_dir, ranks=ranks, per_node=per_node, checked=checked)
+
+
+def _problems_of(composed: DictConfig | None, ranks: int | None, per_node: int | None) -> list[str]:
+    """Return what is wrong with the values of a composed tree; None: there is none."""
+    try:
+        if composed is not None:
+            to_config(composed, ranks=ranks, per_node=per_node)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _taken(folder: str | Path | None) -> Iterator[str]:
+    """Yield a message for each file in the user's ``folder`` that one of wordrun's, or one of its parts, would hide."""
+    own = importlib.resources.files("wordrun.conf")
+    for file in sorted(Path(folder).glob("*/*.yaml")) if folder else ():
+        group, name = file.parent.name, file.stem
+        part = schemas(group).get(name) if group in SECTIONS else None
+        if own.joinpath(group, file.name).is_file() or (part and not part.origin):
+            yield f"{file}: {group}={name} is one of wordrun's own: rename the file"
+
+
+def renamed(override: str) -> str:
+    """Return ``override`` with an old option name replaced by the new one."""
+    key, equals, value = override.partition("=")
+    old = name_of(override)
+    return f"{key.replace(old, RENAMED.get(old, old))}{equals}{value}"
+
+
+def _run_to_continue(composed: DictConfig) -> str | None:
+    """Return the directory of the run that train.resume points to, if any."""
+    from wordrun.checkpoint.folder import CHECKPOINTS, locate
+
+    source = composed.train.resume
+    if source in (None, "auto"):
+        return None
+    if source == "True":
+        raise ConfigError(
+            "train.resume=true does not say what to resume: use train.resume=outputs/latest for the newest run, or "
+            "train.resume=auto for the newest checkpoint in hydra.run.dir"
+        )
+    try:
+        run_dir, found = locate(Path(source))
+    except UserError as error:
+        raise ConfigError(f"train.resume={source}: {error}") from None
+    # A checkpoint copied elsewhere belongs to no run and starts a new one.
+    return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
+
+
+def to_config(
+    composed: DictConfig, *, run_dir: str | None = None, ranks: int | None = None, per_node: int | None = None,
+    checked: bool = True,
+) -> Config:  # fmt: skip
+    """Return the Config of a composed tree, validated if ``checked``; ``run_dir`` defaults to ``hydra.run.dir``.
+
+    Raises:
+        ConfigError: if there are unknown keys or invalid values; the message names all of them.
+    """
+    problems = list(_undeclared(composed))
+    if composed.get("run_dir"):
+        problems.append(f"run_dir={composed.run_dir} cannot be set directly: use hydra.run.dir={composed.run_dir}")
+    try:
+        directory = run_dir or str(composed.hydra.run.dir or "")
+        if not directory:  # would be the current directory
+            problems.append("hydra.run.dir is empty: set a directory, or omit the option")
+        with open_dict(composed):
+            composed.pop("hydra", None)  # in a sweep, Hydra has already removed it
+        cfg = OmegaConf.to_object(composed)
+        assert isinstance(cfg, Config)
+        cfg = replace(cfg, run_dir=directory)
+        if checked:
+            check(cfg, ranks, per_node)
+        if not problems:
+            return _without_old_values(cfg)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    except OmegaConfBaseException as error:
+        problems.append(f"{error.full_key or 'config'}: {first_line(error)}")
+    raise ConfigError("\n".join(problems))
+
+
+def _without_old_values(cfg: Config) -> Config:
+    """Return ``cfg`` with today's values in place of those of older releases."""
+    if not cfg.optimizer.decay_lr:
+        LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
+        cfg = replace(cfg, schedule=ScheduleConfig("constant"))
+    return replace(cfg, train=replace(cfg.train, dtype=DTYPES.get(cfg.train.dtype, cfg.train.dtype)))
+
+
+def register() -> None:
+    """Register with Hydra the schemas, the parts, and an alias group: ``train.backend=NAME`` selects a backend.
+
+    Raises:
+        ConfigError: parts from outside wordrun cannot be registered.
+    """
+    # A sweep's config keeps its ID, which all of its points share.
+    for name, is_kept in (("run_id", False), ("sweep_id", True)):
+        OmegaConf.register_new_resolver(
+            name, lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True, use_cache=is_kept
+        )
+    OmegaConf.register_new_resolver("data_home", data_home, replace=True)
+    OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:  # storing takes a seventh of the time of composing
+        # Any tokenizer's options may be merged into those of every tokenizer, but not into char's.
+        store.store(name="schema", node=Config(tokenizer=TokenizerConfig()))
+    for plugin in (PartSource, SearchPath):
+        Plugins.instance().register(plugin)
+    stored = {name.removesuffix(".yaml") for name in store.repo.get("train.backend", ())}
+    for backend in backends():
+        content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
+        for spelling in {backend, backend.lower()} - stored:
+            store.store(group="train.backend", name=spelling, package="_global_", node=content)
+
+
+def by_depth(rate: float, otherwise: float | None, *, _root_: DictConfig) -> float | None:
+    """Return the learning rate for model.depth, given that for n_embd=768, or ``otherwise`` without this dial."""
+    model = OmegaConf.to_object(_root_.model)
+    factor = model.rate_factor() if isinstance(model, ModelConfig) else None
+    return otherwise if factor is None else rate * factor
+
+
+def data_home() -> str:
+    """Return the data set directory: ``$WORDRUN_DATA_HOME``, or the user's cache."""
+    return os.environ.get("WORDRUN_DATA_HOME") or os.path.expanduser("~/.cache/wordrun")
+
+
+def _compose(overrides: list[str], tree: Tree) -> DictConfig:
+    """Return what Hydra composes.
+
+    Raises:
+        HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError: an override is invalid.
+    """
+    register()
+    extra = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]"] if tree.extra_dir else []
+    with all_problems():
+        backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
+        GlobalHydra.instance().clear()
+        start = (
+            hydra.initialize_config_dir(os.path.abspath(tree.path), version_base="1.3")
+            if tree.path
+            else hydra.initialize_config_module("wordrun.conf", version_base="1.3")
+        )
+        try:
+            with start:
+                return hydra.compose(tree.name, [*extra, *overrides], return_hydra_config=True)
+        finally:
+            GlobalHydra.instance().hydra = backup
+
+
+def _undeclared(composed: DictConfig) -> Iterator[str]:
+    """Yield a message for each key that no dataclass declares.
+
+    Hydra accepts ``+train.typo=1`` even on a typed config, and would ignore the value.
+    """
+    known = sorted(option_names(composed))
+
+    def walk(node: DictConfig, prefix: str) -> Iterator[str]:
+        cls = OmegaConf.get_type(node)
+        declared = {f.name for f in fields(cls)} if is_dataclass(cls) else None
+        for key in node:
+            name = f"{prefix}{key!s}"
+            unset = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
+            if declared is not None and key not in declared and name != "hydra":
+                yield unknown_option(name, known)
+            elif name != "hydra" and not unset and isinstance(node[key], DictConfig):
+                yield from walk(node[key], f"{name}.")
+
+    yield from walk(composed, "")
+
+
+def as_yaml(cfg: Any) -> str:
+    """Return ``cfg`` (a Config or a part of one) as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))  # structured, it takes twice as long

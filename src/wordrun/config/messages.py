@@ -1,0 +1,164 @@
+"""What Hydra and OmegaConf refuse, in messages that name the override, its value and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from wordrun.common import synonyms
+from wordrun.common.errors import ConfigError, as_whole, first_line, listed, nearest
+from wordrun.config.registry import backends, parts
+from wordrun.config.schema import SECTIONS, SEVERAL, parts_in, schemas
+
+# Exceptions that Hydra and OmegaConf raise for an invalid override.
+REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
+# wordrun's own plugins.
+PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
+GROUPS = (*SECTIONS, "experiment", "train.backend")
+VALUE = re.compile(r"(?!hydra\.searchpath|train\.backend=)\w+(\.\w+)+=.*", re.DOTALL)
+"""An override that changes the value of an option; the others choose files, add or delete."""
+
+
+def diagnose(
+    overrides: list[str], compose: Callable[[list[str]], DictConfig], cause: Exception
+) -> tuple[list[str], DictConfig | None, list[str]]:
+    """Return a message for every override that cannot be applied, what the others compose to, and the refused groups.
+
+    What the others compose to has the default of such a group, such as model, which is not what was asked for.
+
+    Args:
+        overrides: all of them.
+        compose: returns what some of them compose to.
+        cause: what it raises for all of them, one of ``REFUSALS``.
+    """
+    try:
+        base = compose([])
+    except REFUSALS:
+        is_ours = isinstance(cause, ConfigError)
+        return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None, []
+    good: list[str] = []
+    # Hydra's search path first, since it adds files.
+    left = sorted((o for o in overrides if not VALUE.fullmatch(o)), key=lambda o: not o.startswith("hydra"))
+    while True:  # a file may set options of a part that an override after it chooses
+        refused: dict[str, Exception] = {}
+        for override in left:
+            try:
+                base = compose([*good, override])
+                good.append(override)
+            except REFUSALS as error:
+                refused[override] = error
+        if len(refused) == len(left):
+            break
+        left = [*refused]
+    for override in (o for o in overrides if VALUE.fullmatch(o)):
+        try:
+            (parsed,) = OverridesParser.create().parse_overrides([override])
+            if parsed.is_sweep_override():
+                raise HydraException("Ambiguous value")
+            OmegaConf.update(base, parsed.key_or_group, parsed.value())
+        except REFUSALS as error:
+            refused[override] = error
+    # Whether the options of a part that cannot be imported are right is unknown.
+    broken = tuple(f"{name_of(override)}." for override, error in refused.items() if isinstance(error, ConfigError))
+    problems = [
+        translate(o, refused[o], base)
+        for o in dict.fromkeys(overrides)
+        if o in refused and not name_of(o).startswith(broken)
+    ]
+    return problems or [first_line(cause)], base, [name for name in map(name_of, refused) if name in SECTIONS]
+
+
+def translate(override: str, error: Exception, base: DictConfig) -> str:
+    """Return our message for an ``override`` that Hydra rejects with ``error``."""
+    if isinstance(error, ConfigError):  # about a part, which Hydra was loading
+        return str(error)
+    value = override.partition("=")[2]
+    name, text = name_of(override), str(error)
+    if isinstance(error, YAMLError):
+        return f"{override}: the file is not valid YAML: {' '.join(text.split())}"
+    if options := re.search(r"Available options in '[^']*':\n(.*)", text, re.DOTALL):
+        known = options[1].partition("Config search path:")[0].split()
+        offered = backends() if name == "train.backend" else known
+        kind = re.split("[./]", name)[-1]
+        return f"{name}={value}: unknown {kind}{nearest(value, offered)}{listed(offered)}"
+    if isinstance(error, OverrideParseException) and "=" in override:
+        return unparsable(override)
+    if "=" not in override:
+        return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
+    reason = first_line(error.__cause__ or error)
+    in_file = re.search(r"full_key: (\S+)", text)
+    if in_file and in_file[1] in synonyms.GONE and in_file[1] != name:
+        return f"{override}: {unknown_option(in_file[1], ())}"
+    if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
+        return f"{override}: in {inside[1]}.yaml: {inside[2]}"
+    unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
+    if unknown and unknown[1] in SEVERAL:
+        offered = list(parts(unknown[1]))
+        kind = unknown[1].removesuffix("s")
+        return f"{override}: unknown {kind} '{unknown[2]}'{nearest(unknown[2], offered)}{listed(offered)}"
+    if name in SEVERAL and isinstance(error, TypeError):
+        return f"{override} should be a list of names: {', '.join(schemas(name))}"
+    if name in GROUPS:
+        return f"{override}: {reason} (choose one by {name}=NAME)"
+    if "Ambiguous value" in text:
+        return f"{override}: for a sweep over several values add -m; for a list use brackets, {name}=[{value}]"
+    section, _, part = name.rpartition(".")[0].partition(".")
+    if section in SEVERAL and part in parts(section) and part not in base[section]:
+        return f"{override} has no effect without {section}={part}: add it, as in {section}=[{part}]"
+    plugin = re.fullmatch(r"hydra\.(launcher|sweeper)\.(\w+)", name)
+    if plugin and plugin[2] not in base.hydra[plugin[1]]:
+        choice = base.hydra.runtime.choices[f"hydra/{plugin[1]}"]
+        close = nearest(plugin[2], map(str, base.hydra[plugin[1]]), f"hydra.{plugin[1]}.")
+        remedy = f": add hydra/{plugin[1]}={PLUGINS[plugin[1]]}" if choice == "basic" else close
+        return f"unknown option '{name}' of hydra/{plugin[1]}={choice}{remedy}"
+    known = sorted({*option_names(base), *GROUPS})
+    if name not in known and name.partition(".")[0] != "hydra":
+        return unknown_option(name, known)
+    # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
+    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
+        written = as_whole(value) if match[1] == "Integer" else ""
+        return f"{name}={value}{written}" if written else f"{name}={value} should be {wanted.get(match[1], match[1])}"
+    if value == "null":
+        return f"{name}=null needs a value: omit it for the default"
+    return f"{override}: {reason}"
+
+
+def unparsable(override: str) -> str:
+    """Return the message for an ``override`` with a value that is not in Hydra's grammar."""
+    key, _, value = override.partition("=")
+    return f"""{override}: Hydra cannot parse this value; quote it twice: '{key}="{value}"'"""
+
+
+def unknown_option(name: str, known: Sequence[str]) -> str:
+    """Return the message for the option ``name``, which is not one of the ``known`` ones."""
+    if name in synonyms.GONE:
+        return f"{name} was removed: {synonyms.GONE[name]}"
+    return f"unknown option '{name}'{nearest_option(name, known)}"
+
+
+def nearest_option(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or what lists them."""
+    section, _, last = name.rpartition(".")
+    inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
+    elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]
+    meant = synonyms.option(name, known) or nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
+    return meant or synonyms.where_listed(name, known)
+
+
+def option_names(composed: DictConfig) -> Iterator[str]:
+    """Yield the names of all options in the selected config groups."""
+    for prefix, node in parts_in(composed).items():
+        yield from (f"{prefix}.{f.name}" for f in fields(OmegaConf.get_type(node)))  # type: ignore[arg-type]
+
+
+def name_of(override: str) -> str:
+    """Return the key that an override changes."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]

@@ -1,0 +1,134 @@
+"""Where parts from outside wordrun come from: installed packages, and the project of the working directory.
+
+A project is a folder with ``wordrun.yaml``, or with the table ``[tool.wordrun]`` in ``pyproject.toml``: the working
+directory, or the nearest one above it. ``module`` in either names the module that registers the project's parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from wordrun.common.errors import ConfigError, first_line, nearest
+
+GROUP = "wordrun"
+"""The entry points of installed packages that name a module which registers parts."""
+SETTINGS = ("module",)
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with parts or config files of its own."""
+
+    folder: Path
+    source: str = ""
+    """The file that declares it, and what in it; empty: none does, and only its conf/ is used."""
+    module: str | None = None
+    """Registers the project's parts when it is imported."""
+
+    @property
+    def conf(self) -> Path | None:
+        """The folder of its config files, which are added to wordrun's."""
+        own = self.folder / "conf"
+        is_wordruns = (self.folder / "src" / "wordrun" / "config.py").exists()  # in a checkout of wordrun itself
+        return own if own.is_dir() and not is_wordruns else None
+
+
+def here() -> Project:
+    """Return the project of the working directory; its folder and ``src/`` are on ``sys.path`` from then on.
+
+    Raises:
+        ConfigError: the file that declares it is not valid.
+    """
+    try:
+        return _project(Path.cwd())
+    except FileNotFoundError:  # the working directory has been removed
+        return Project(Path("/"))
+
+
+@cache
+def _project(folder: Path) -> Project:
+    for each in (folder, *folder.parents):
+        with contextlib.suppress(PermissionError):
+            if found := _declared(each):
+                return found
+    return Project(folder)
+
+
+def _declared(folder: Path) -> Project | None:
+    """Return the project that ``folder`` is, if a file in it says so."""
+    for source, settings in _declarations(folder):
+        if unknown := [key for key in settings if key not in SETTINGS]:
+            known = f"{nearest(str(unknown[0]), SETTINGS)} ({', '.join(SETTINGS)})"
+            raise ConfigError(f"{source}: unknown key '{unknown[0]}'{known}")
+        module = settings.get("module")
+        if not (module is None or isinstance(module, str)):
+            raise ConfigError(f"{source}: module={module} should be the name of a module, such as mypackage.parts")
+        # As `python -m wordrun` has the folder; a console script has only its own.
+        for path in (str(folder / "src"), str(folder)):
+            if os.path.isdir(path) and path not in sys.path:
+                sys.path.insert(0, path)
+        return Project(folder, source, module)
+    return None
+
+
+def _declarations(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the settings in each file that declares ``folder`` to be a project, with what to call them."""
+    found = []
+    if (file := folder / "wordrun.yaml").is_file():
+        import yaml
+
+        try:
+            settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{file}: {' '.join(str(error).split())}") from None
+        found.append((str(file), {} if settings is None else settings))
+    if (file := folder / "pyproject.toml").is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if "tool.wordrun" in text:  # else do not wait for the parser
+            found += [(f"[tool.wordrun] in {file}", table) for table in _tables(file, text)]
+    for source, settings in found:
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{source}: expected KEY: VALUE, such as module: mypackage.parts")
+    if len(found) > 1:
+        raise ConfigError(f"{found[0][0]} and {found[1][0]} both declare the project: remove one of them")
+    return found
+
+
+def _tables(file: Path, text: str) -> list[dict[str, Any]]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        tool = tomllib.loads(text).get("tool", {})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: {first_line(error)}") from None
+    return [tool["wordrun"]] if "wordrun" in tool else []
+
+
+def modules() -> list[tuple[str, str]]:
+    """Return the modules that register parts from outside wordrun, each with what names it.
+
+    Raises:
+        ConfigError: a declaration is not valid.
+    """
+    project = here()  # first, because an installed package may be the project's own
+    return [*_installed(), *([(project.module, project.source)] if project.module else [])]
+
+
+@cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    found = []
+    for point in entry_points(group=GROUP):
+        whose = f"the entry point {point.name} = {point.value} of {point.dist.name if point.dist else 'a package'}"
+        if point.attr:
+            raise ConfigError(f"{whose}: it should name a module that calls wordrun.register, without a colon")
+        found.append((point.module, whose))
+    return tuple(found)

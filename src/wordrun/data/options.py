@@ -1,0 +1,209 @@
+"""Options of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from wordrun.common.section import EXAMPLES, TEXT, Section
+from wordrun.common.validation import not_negative, one_of, positive
+from wordrun.config.registry import parts
+
+
+@dataclass
+class DataConfig(Section):
+    """Options of every dataset."""
+
+    task: ClassVar[str] = EXAMPLES
+    """The task, as ``package.module:Class``: how the data become batches, and what is reported."""
+
+    name: str = "data"
+    """Name of the dataset; part of the run directory."""
+    kind: str = ""
+    """Kind of source."""
+    prefetch: int = 2
+    """Number of steps whose batches a background thread prepares in advance; 0: none."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return not_negative("data", self, "prefetch")
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Where the text comes from, and how it is divided into sequences."""
+
+    task: ClassVar[str] = TEXT
+
+    name: str = "shakespeare"
+    """Name of the dataset; part of the run directory."""
+    kind: str = "file"
+    """Kind of source: file (path), download (path, downloaded from url if missing), sample (built-in synthetic text),
+    hf (dataset), pairs (path: .jsonl files of prompts and answers; the loss is on the answers alone), shards (path: a
+    folder of tokens prepared elsewhere) or mix (several datasets)."""
+    path: str | None = None
+    """A UTF-8 text file, a folder or a glob: .txt, .md, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
+    url: str | None = None
+    """URL from which to download the file if path does not exist."""
+    sha256: str | None = None
+    """Expected SHA-256 of the file; a file with a different hash is rejected."""
+    offline: str = "error"
+    """What to do if the download fails: error, or sample (train on the built-in text and show a warning)."""
+    strict: bool = False
+    """Refuse a folder with an empty, unreadable or binary file among the others, instead of leaving that file out."""
+    text_key: str = "text"
+    """Field (.jsonl) or column (.parquet, hf) that contains the text."""
+    prompt_key: str = "prompt"
+    """Field of a prompt (pairs)."""
+    answer_key: str = "answer"
+    """Field of an answer (pairs)."""
+    template: str = "{prompt}{answer}"
+    """Text of a pair; the loss is on {answer} and what follows it. wordrun generate formats the turns of a conversation
+    with it."""
+    dataset: str | None = None
+    """A Hugging Face dataset: its name, or a local folder."""
+    subset: str | None = None
+    """Configuration of the Hugging Face dataset, such as sample-10BT."""
+    split: str = "train"
+    """Split of the Hugging Face dataset, used for both training and validation."""
+    revision: str | None = None
+    """Revision of the Hugging Face dataset: a tag, branch or commit; null: the latest."""
+    val_fraction: float = 0.1
+    """Fraction used for validation: the end of a single text, or every (1 / val_fraction)-th document of many."""
+    prepared: str | None = None
+    """Folder of the prepared shards; null: a folder under $WORDRUN_DATA_HOME/prepared whose name contains a hash."""
+    shard_mb: int = 64
+    """Text per shard in MiB; also the size of the work items prepared in parallel."""
+    workers: int | None = None
+    """Worker processes per rank for preparation; null: the number of cores per rank."""
+    stage: str | None = None
+    """Node-local folder (disk or memory) to which the shards are copied before training."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Weights of datasets, such as {fineweb: 3, yelp: 1}; a key is the NAME in data=NAME, or a folder of shards."""
+    align: bool = False
+    """Start each sequence at the first document boundary inside it, if there is one."""
+    mask_documents: bool = False
+    """Mask attention so that tokens attend only within their own document; for pairs, also pack several into a sequence
+    (false: one)."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from one_of("data.kind", self.kind, [*parts("data"), "mix"])
+        part = parts("data").get(self.kind)
+        if type(self) is TextConfig and part and not part.configures(self):
+            yield f"data.kind={self.kind} has options of its own: select it by data={self.kind}"
+        yield from one_of("data.offline", self.offline, ["error", "sample"])
+        if self.kind == "pairs":
+            yield from self._pairs_problems()
+        if self.kind in ("file", "download") and not self.path:
+            yield f"data={self.name} needs data.path=FILE, a text file"
+        if self.kind == "shards" and not self.path:
+            yield f"data={self.name} needs data.path=FOLDER, a folder of .bin or .npy files"
+        if self.kind == "hf" and not self.dataset:
+            yield f"data={self.name} needs data.dataset=NAME of a Hugging Face dataset, or a FOLDER"
+        if self.kind == "download" and not (self.url and self.sha256):
+            yield "data.kind=download needs data.url and data.sha256"
+        if not 0 < self.val_fraction < 1:
+            yield f"data.val_fraction={self.val_fraction} should be between 0 and 1"
+        yield from positive("data", self, "shard_mb", "workers")
+        yield from self._mix_problems()
+
+    def turn(self, prompt: str) -> tuple[str, str]:
+        """Return what precedes the answer to ``prompt`` in the template, and what follows it."""
+        before, _, after = self.template.partition("{answer}")
+        return before.replace("{prompt}", prompt), after
+
+    def _pairs_problems(self) -> Iterable[str]:
+        if not self.path:
+            yield f"data={self.name} needs data.path=FILE, a .jsonl file of prompts and answers"
+        prompt, answer = "{prompt}", "{answer}"
+        if not (prompt in self.template.partition(answer)[0] and self.template.count(answer) == 1):
+            yield f"data.template={self.template!r} should contain {prompt} and then {answer}, which occurs once"
+        if self.align:
+            yield "data.align=true has no effect on pairs, which are never divided over sequences: omit it"
+
+    def _mix_problems(self) -> Iterable[str]:
+        if self.kind != "mix":
+            if self.mix:
+                yield f"data.mix is for data=mix, not data={self.name}: omit one of the two"
+            return
+        if not self.mix:
+            yield "data=mix needs data.mix, the weight of each dataset, such as 'data.mix={fineweb: 3, yelp: 1}'"
+        least = sum(self.mix.values()) / MIX_PERIOD
+        for name, weight in self.mix.items():
+            if not 0 < weight < math.inf:
+                yield f"data.mix.{name}={weight:g} should be a number above 0"
+            elif weight < least < math.inf:
+                yield (
+                    f"data.mix.{name}={weight:g} is less than 1/{MIX_PERIOD} of the total: omit it, or raise it "
+                    f"to {least:g}"
+                )
+
+
+MIX_PERIOD = 4096
+"""Sequences after which the shares of a mix are exactly those of data.mix, rounded to one."""
+
+
+@dataclass
+class ImagesConfig(DataConfig):
+    """A dataset of images and their classes: digits (part of scikit-learn), mnist or cifar10 (downloaded)."""
+
+    name: str = "digits"
+    """Name of the dataset; part of the run directory."""
+    kind: str = "digits"
+    """Kind of source; set by data=NAME."""
+    path: str | None = None
+    """Folder of the dataset; null: one under $WORDRUN_DATA_HOME, to which it is downloaded."""
+    augment: bool = False
+    """Augment training images: shift them by up to an eighth of their size, and for cifar10 and imagefolder also flip
+    half of them."""
+
+
+@dataclass
+class ImageFolderConfig(ImagesConfig):
+    """A folder of images, with a folder for each class, or with folders train and val of such folders."""
+
+    name: str = "imagefolder"
+    """Name of the dataset; part of the run directory."""
+    kind: str = "imagefolder"
+    """Kind of source; set by data=NAME."""
+    size: int = 224
+    """Images are scaled to fit a square of this many pixels, and cropped to it."""
+    val_fraction: float = 0.1
+    """Fraction used for validation if there is no folder val: every (1 / val_fraction)-th image."""
+    threads: int = 4
+    """Threads per rank that decode images."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from positive("data", self, "size", "threads")
+        if not self.path:
+            yield f"data={self.name} needs data.path=FOLDER, with a folder of images for each class"
+        if not 0 < self.val_fraction <= 0.5:
+            yield f"data.val_fraction={self.val_fraction} should be above 0 and at most 0.5"
+
+
+@dataclass
+class FakeImagesConfig(ImagesConfig):
+    """Random images, each class with its own mean colors; for measurements, and for tests of a model."""
+
+    name: str = "fake_images"
+    """Name of the dataset; part of the run directory."""
+    kind: str = "fake_images"
+    """Kind of source; set by data=NAME."""
+    size: int = 224
+    """Height and width in pixels."""
+    channels: int = 3
+    """Color channels."""
+    classes: int = 10
+    """Number of classes."""
+    examples: int = 10000
+    """Training images; there are a tenth as many for validation."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        return [*super().problems(), *positive("data", self, "size", "channels", "classes", "examples")]

@@ -1,0 +1,148 @@
+"""The interface of text sources, and the work items they are divided into.
+
+The division depends only on the files and data.shard_mb, never on the number of ranks. So the result is the same
+however the items are distributed over ranks and processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from wordrun.common.errors import ConfigError
+from wordrun.common.files import absolute
+from wordrun.data.options import TextConfig
+from wordrun.data.tokenizers import construction as tokenizers
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.options import TokenizerConfig
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """A part of a source, read by one process."""
+
+    number: int
+    kind: str
+    """text, jsonl, packed (a compressed .jsonl), parquet or hf; for foreign shards, train or val."""
+    path: str = ""
+    start: int = 0
+    """In bytes; for parquet, row groups; for hf, the shard of the stream or the first row; for shards, tokens."""
+    stop: int = 0
+    size: int = 0
+    """Bytes to read, as far as known: the largest items are processed first."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or a part of a text too long for one work item."""
+
+    text: str
+    begins: bool = True
+    """Whether this is the beginning of the text."""
+    answers: bool = False
+    """Whether it is the answer to the prompt before it, which is predicted."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A located text. Each data.kind has a subclass that overrides what differs."""
+
+    data: TextConfig
+    path: str | None
+    """The file, folder or glob; None for other sources."""
+    origin: str
+    """Origin of the text, for the log and run.json."""
+    banner: str | None = None
+    """A warning to show with all results if this is not the requested text."""
+
+    is_tokens: ClassVar[bool] = False
+    """Whether the source already consists of tokens and needs no preparation."""
+
+    @classmethod
+    def locate(cls, data: TextConfig) -> Source:
+        """Return the source of ``data``, downloading it if necessary; the default implementation uses data.path."""
+        path = str(absolute(str(data.path)))
+        return cls(data, path, path)
+
+    def files(self) -> list[Path] | None:
+        """Return its files on this machine in a fixed order, or None if it has none."""
+        return None
+
+    def left_out(self) -> list[str]:
+        """Return the files that are left out because nothing can be read from them, each with the reason."""
+        return []
+
+    def size(self) -> int | None:
+        """Return its size in bytes, or None if unknown."""
+        files = self.files()
+        return None if files is None else sum(path.stat().st_size for path in files if path.is_file())
+
+    def state(self) -> str | None:
+        """Return a hash that changes with the content, for the fingerprint, or None if there is none."""
+        files = self.files()
+        return None if files is None else state_of(files, Path("/"))
+
+    def revision(self) -> str | None:
+        """Return the version of the source, for the manifest."""
+        return self.state()
+
+    def items(self) -> list[WorkItem]:
+        """Return the work items; reads only file names, sizes and tables of contents."""
+        raise NotImplementedError
+
+    def documents(self, item: WorkItem) -> Iterator[Document]:
+        """Yield the non-empty texts of ``item``.
+
+        Raises:
+            ConfigError: if the file is damaged, binary, not UTF-8, or lacks the field.
+        """
+        raise NotImplementedError
+
+    def single_text(self) -> WorkItem | None:
+        """Return the work item for the complete source, or None if it has several documents."""
+        return None
+
+    def beginning(self, item: WorkItem, characters: int) -> WorkItem:
+        """Return a work item with at least the first ``characters`` of ``item``, if that is less to read."""
+        return item
+
+    def tokenizer(self, cfg: TokenizerConfig) -> Tokenizer | None:
+        """Return the tokenizer, or None if it is built from the text."""
+        return None if cfg.built_from else tokenizers.build(cfg)
+
+
+def cleaned(texts: Iterable[str | None]) -> Iterator[Document]:
+    """Yield the non-empty ``texts`` without characters that UTF-8 cannot encode (JSON may contain "\\ud800")."""
+    for text in texts:
+        if text:
+            yield Document(text if text.isascii() else text.encode("utf-8", "replace").decode())
+
+
+def state_of(paths: Iterable[Path], root: Path) -> str:
+    """Return a hash of the files' names relative to ``root``, sizes and modification times."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        with contextlib.suppress(OSError):  # a missing file is reported when it is read
+            stat = path.stat()
+            digest.update(f"{os.path.relpath(path, root)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            if not os.access(path, os.R_OK):  # the text changes when it becomes readable
+                digest.update(b"unreadable\n")
+    return digest.hexdigest()
+
+
+def optional(module: str, user: str) -> Any:
+    """Import an optional dependency that ``user`` needs.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"{user} needs {module.partition('.')[0]}: pip install 'wordrun[hf]'") from None

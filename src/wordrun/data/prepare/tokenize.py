@@ -1,0 +1,154 @@
+"""Processes one work item: collects its characters, or writes its tokens as shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from wordrun.common.errors import UserError
+from wordrun.data import shards
+from wordrun.data.corpus import check_range
+from wordrun.data.manifest import SPLITS, TOKENIZER
+from wordrun.data.prepare import writer
+from wordrun.data.prepare.sources.base import Document, Source, WorkItem
+from wordrun.data.prepare.writer import SplitWriter
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.char import distinct
+from wordrun.data.tokenizers.construction import from_json
+
+CHUNK = 2**18
+"""Characters to encode at once; libraries need more than a hundred bytes per token."""
+BATCH = 2**20
+"""Characters to encode in one call to the library."""
+
+Report = Callable[[int, int, int], None]
+"""Called with the work item's documents, tokens and characters so far."""
+Chunk = tuple[str, bool, str, bool]
+"""A part of a text, whether it begins a document, its split, and whether it is part of an answer."""
+
+
+def record_of(folder: Path, task: str, number: int) -> Path:
+    """Return the file that records the completion and result of ``task`` for work item ``number``."""
+    return folder / "work" / f"{number:06d}.{task}.json"
+
+
+def process(task: str, item: WorkItem, source: Source, folder: Path, report: Report) -> None:
+    """Do ``task`` (characters or shards) for ``item``, and record its completion.
+
+    Raises:
+        UserError: if the source cannot be read or the folder cannot be written to.
+    """
+    try:
+        if task == "characters":
+            record: dict[str, Any] = {"characters": _characters(item, source, report)}
+        else:
+            tokenizer = _tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"))
+            record = write_shards(item, source, tokenizer, folder, report)
+        writer.write_text(record_of(folder, task, item.number), json.dumps(record, ensure_ascii=False))
+    except OSError as error:
+        raise UserError(f"cannot read or write {error.filename or folder}: {error.strerror}") from None
+
+
+def _characters(item: WorkItem, source: Source, report: Report) -> str:
+    found: set[str] = set()
+    read = 0
+    for document in source.documents(item):
+        found |= set(distinct(document.text))
+        read += len(document.text)
+        report(0, 0, read)
+    return "".join(sorted(found))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(content: str) -> Tokenizer:
+    """Return the tokenizer, cached for all work items: loading a large vocabulary takes a third of a second."""
+    return from_json(content)
+
+
+def write_shards(
+    item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report
+) -> dict[str, list[dict[str, Any]]]:
+    """Write the shards of ``item`` and return their manifest entries by split."""
+    pairs = source.data.kind == "pairs"
+    splits = {split: SplitWriter(split, item, tokenizer, folder, pairs=pairs) for split in SPLITS}
+    if source.is_tokens:
+        _rewrite(item, splits[item.kind], tokenizer, report)
+    else:
+        _encode(item, source, tokenizer, splits, report)
+    return {split: [asdict(entry) for entry in written.finish()] for split, written in splits.items()}
+
+
+def _encode(
+    item: WorkItem, source: Source, tokenizer: Tokenizer, splits: dict[str, SplitWriter], report: Report
+) -> None:
+    """Write the texts of ``item`` as tokens."""
+    documents = tokens = read = 0
+    for batch in _batches(_split(item, source)):
+        texts = [text for text, *_ in batch]
+        for (text, begins, split, answers), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            splits[split].add(ids, begins, answers)
+            documents, tokens, read = documents + begins, tokens + len(ids), read + len(text)
+        report(documents, tokens, read)
+
+
+def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: Report) -> None:
+    """Rewrite the tokens of a foreign shard in our format."""
+    source = shards.Tokens([shards.examine(item.path)])
+    for start in range(item.start, item.stop, writer.SHARD_TOKENS):
+        part = source[start : min(item.stop, start + writer.SHARD_TOKENS)]
+        check_range(part, tokenizer, f"the tokens of the shard {item.path}")
+        split.add_shard(part)
+        report(0, start - item.start + len(part), 0)
+
+
+def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
+    """Yield chunks of text, each assigned to training or validation.
+
+    Validation gets the end of each part of a plain text, or every (1 / val_fraction)-th of many documents.
+    """
+    share, number = source.data.val_fraction, -1
+    for document in source.documents(item):
+        number += document.begins
+        if item.kind == "text":
+            cut = int(len(document.text) * (1 - share))
+            yield from ((*chunk, "train", False) for chunk in chunks(document, 0, cut))
+            yield from ((text, False, "val", False) for text, _ in chunks(document, cut, len(document.text)))
+        else:
+            split = "val" if int((number + 1) * share) > int(number * share) else "train"
+            yield from ((*chunk, split, document.answers) for chunk in chunks(document, 0, len(document.text)))
+
+
+def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+    """Yield ``document.text[start:stop]`` in chunks that end at line breaks, and whether each begins the document."""
+    begins = document.begins and start == 0
+    while stop - start > CHUNK:
+        cut = _end_of_line(document.text, start + CHUNK // 2, start + CHUNK)
+        yield document.text[start:cut], begins
+        start, begins = cut, False
+    if stop > start:
+        yield document.text[start:stop], begins
+
+
+def _end_of_line(text: str, first: int, last: int) -> int:
+    """Return where to cut: before a line that does not start with white space, so that no token spans the cut."""
+    cut = last
+    while (cut := text.rfind("\n", first, cut)) >= 0:
+        if not text[cut + 1].isspace():
+            return cut + 1
+    return last
+
+
+def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    batch, size = [], 0
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk[0])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,137 @@
+"""Options of tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wordrun.common.errors import nearest
+from wordrun.common.section import Section
+from wordrun.common.validation import one_of, positive
+from wordrun.config.registry import parts
+
+BUILT_FROM = ("sample", "characters")
+"""What of the text a tokenizer can be built from."""
+
+
+@dataclass
+class TokenizerConfig(Section):
+    """How text becomes tokens."""
+
+    name: str = ""
+    """Name of the tokenizer; set by tokenizer=NAME."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from one_of("tokenizer.name", self.name, parts("tokenizer"))
+        if self.built_from not in (*BUILT_FROM, ""):
+            yield (
+                f"{type(self).__name__}.built_from={self.built_from!r} should be 'sample' (texts of the data), "
+                f"'characters' (all distinct ones) or '' (nothing){nearest(str(self.built_from), BUILT_FROM)}"
+            )
+
+    @property
+    def built_from(self) -> str:
+        """What of the text the tokenizer is built from: all its "characters", a "sample", or nothing ("").
+
+        A class of options may have a plain attribute of this name instead.
+        """
+        return ""
+
+    @property
+    def sample_mb(self) -> int:
+        """Size of that sample, in MiB."""
+        return 64
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """The vocabulary size, if it is known before the text and all files are read."""
+        return None
+
+
+@dataclass
+class CharTokenizerConfig(TokenizerConfig):
+    """One token per distinct character of the text."""
+
+    name: str = "char"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+
+    @property
+    def built_from(self) -> str:
+        """All characters."""
+        return "characters"
+
+
+@dataclass
+class ByteTokenizerConfig(TokenizerConfig):
+    """256 bytes and an end-of-text token."""
+
+    name: str = "byte"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """The number of tokens."""
+        return 257
+
+
+@dataclass
+class GPT2TokenizerConfig(TokenizerConfig):
+    """GPT-2's byte pair encoding with 50,257 tokens, through tiktoken."""
+
+    name: str = "gpt2"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+    path: str | None = None
+    """Vocabulary: a .tiktoken file, vocab.bpe, merges.txt or a folder with one of these; null: tiktoken's cache."""
+
+    @property
+    def known_vocab_size(self) -> int | None:
+        """The number of tokens."""
+        return 50257
+
+
+@dataclass
+class BPETokenizerConfig(TokenizerConfig):
+    """Byte pair encoding trained on the text, in any language; needs no network."""
+
+    name: str = "bpe"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+    vocab_size: int = 4096
+    """Maximum vocabulary size: 256 bytes, the end-of-text token, and merges."""
+    train_mb: int = 64
+    """Maximum amount of text to train the tokenizer on, in MiB, sampled evenly from the source."""
+    path: str | None = None
+    """An existing tokenizer.json; null: train one."""
+
+    @property
+    def built_from(self) -> str:
+        """A sample, unless there is a trained one."""
+        return "" if self.path else "sample"
+
+    @property
+    def sample_mb(self) -> int:
+        """Size of the sample, in MiB."""
+        return self.train_mb
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        yield from positive("tokenizer", self, "train_mb")
+        if self.vocab_size < 257:
+            yield f"tokenizer.vocab_size={self.vocab_size} should be at least 257: 256 bytes and the end-of-text token"
+
+
+@dataclass
+class HFTokenizerConfig(TokenizerConfig):
+    """The tokenizer of a Hugging Face model."""
+
+    name: str = "hf"
+    """Name of the tokenizer; set by tokenizer=NAME."""
+    path: str | None = None
+    """Folder of the model, which contains tokenizer.json."""
+
+    def problems(self) -> Iterable[str]:
+        """Return what is wrong with these options alone."""
+        yield from super().problems()
+        if not self.path:
+            yield "tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json"

@@ -1,0 +1,1 @@
+"""Noticing and reporting ranks that wait for ever."""

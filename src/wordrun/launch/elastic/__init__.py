@@ -1,0 +1,1 @@
+"""``launch --elastic``: a guardian on each node starts its ranks, again after a fault."""
