@@ -36,7 +36,7 @@ class Project:
     def conf(self) -> Path | None:
         """The folder of its config files, which are added to wordrun's."""
         own = self.folder / "conf"
-        is_wordruns = (self.folder / "src" / "wordrun" / "config.py").exists()  # in a checkout of wordrun itself
+        is_wordruns = (self.folder / "src" / "wordrun" / "__init__.py").exists()  # in a checkout of wordrun itself
         return own if own.is_dir() and not is_wordruns else None
 
 

@@ -32,7 +32,7 @@ NOT_FORWARDED = re.compile(r"_|PWD|OLDPWD|SHLVL|HOSTNAME|(OMPI|OPAL|PMIX|PRTE)_.
 # A value and its reason (may be empty).
 Setting = tuple[str, str]
 # Contains the sitecustomize.py of --hang.
-SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dist", "site")
+SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dist", "hang", "site")
 # Variables that rank_env.sh cannot pass on: dash drops those whose names are no identifiers, such as bash's exported
 # functions, and shells set those at the end themselves.
 NOT_BY_SHELLS = re.compile(

@@ -31,7 +31,7 @@ MAIN = "MainThread"
 IN_TORCH = "/torch/distributed/"
 COMPILER = "/torch/_dynamo/convert_frame.py"
 """The file of torch whose functions are on the stack while it compiles (2.8 to 2.13; else it is not noticed)."""
-OWN = str(Path(__file__).parents[1])
+OWN = str(Path(__file__).parents[2])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 STATES = {"T": "stopped (SIGSTOP or SIGTSTP)", "t": "stopped by a debugger", "D": "waiting in the kernel (state D)"}
 # Time for a process to write its stacks, also where it must first get a core.
