@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import wordrun
 from memory_peak import peak
 from wordrun import dist
-from wordrun.backend.split import reduce_gradients
+from wordrun.backend.fsdp import reduce_gradients
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import full, local
 from wordrun.dist.mesh import blocks_of

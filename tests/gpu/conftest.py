@@ -81,7 +81,7 @@ def train(tmp_path: Path) -> Train:
 @pytest.fixture
 def one_rank_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the sharding backends run on one rank, which users are advised against, with ``fully_shard`` and all."""
-    from wordrun.backend.split import Splitter
+    from wordrun.backend.fsdp import Splitter
     from wordrun.config import rules
 
     monkeypatch.setattr(rules, "_check_sharding", lambda *_: [])

@@ -28,8 +28,8 @@ from wordrun.backend.options import SCHEDULES
 from wordrun.common.errors import ConfigError
 from wordrun.config.rules import check
 from wordrun.dist import torch_private
-from wordrun.model.batch_norm import SyncBatchNorm
 from wordrun.model.construction import meta_model
+from wordrun.model.images import SyncBatchNorm
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -213,5 +213,5 @@ def test_a_batch_norm_can_be_torchs_synchronized_one() -> None:
 
 @pytest.mark.usefixtures("torchvision")
 def test_torchvision_can_be_imported_beside_any_torch(command: Command) -> None:
-    script = "from wordrun.dist.torch_private_vision import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
+    script = "from wordrun.dist.torch_private import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
     assert command(sys.executable, "-c", script).stdout == "resnet18\n"

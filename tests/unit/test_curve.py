@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from wordrun.train.hooks.curve import POINTS, ROWS, TerminalCurve
+from wordrun.train.hooks.standard import POINTS, ROWS, TerminalCurve
 
 
 def screen(width: int = 80, height: int = 24, encoding: str = "utf-8") -> Console:

@@ -187,7 +187,7 @@ def test_a_download_that_fails_names_digits(monkeypatch: pytest.MonkeyPatch) -> 
             "Error downloading images.gz:\nTried mirror-1, got:\nno\nTried mirror-2, got:\nno route to host\n"
         )
 
-    monkeypatch.setattr(vision.compat_vision, "torchvision", lambda *args: SimpleNamespace(MNIST=fails))
+    monkeypatch.setattr(vision.torch_private, "torchvision", lambda *args: SimpleNamespace(MNIST=fails))
     with pytest.raises(UserError, match=r"data=mnist is not in .* \(no route to host\).* use data=digits"):
         train("data=mnist")
 

@@ -228,12 +228,12 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
 RECORDS = """
 import torch
 from wordrun import dist
-from wordrun.dist import flight_recorder
+from wordrun.dist import torch_private
 with dist.session(device="cpu"):
     torch.distributed.all_reduce(torch.ones(3, 4))
-    while (record := flight_recorder.flight_records()[-1])["pending"]:
+    while (record := torch_private.flight_records()[-1])["pending"]:
         pass  # another thread of torch's takes note of the end
-    ranks = flight_recorder.group_members()[record["group"]]
+    ranks = torch_private.group_members()[record["group"]]
     print(record["op"], record["size"], record["seq"], record["pending"], ranks)
 """
 

@@ -12,10 +12,10 @@ import pytest
 # 40 blocks of 1 MB, as activations; the second round reuses them if the first has not given them back.
 SCRIPT = """
 import ctypes, resource, sys
-from wordrun.backend import heap
+from wordrun.backend import base
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-kept = heap.keep_freed() if "keep" in sys.argv else None
+kept = base.keep_freed() if "keep" in sys.argv else None
 def step():
     blocks = [libc.malloc(2**20) for _ in range(40)]
     for block in blocks:

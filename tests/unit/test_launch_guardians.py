@@ -15,9 +15,8 @@ import pytest
 from wordrun.common import listener
 from wordrun.common.errors import ConfigError
 from wordrun.common.listener import UnfitError
-from wordrun.launch.elastic import answers, guardian, guardians, nodes, program as imported_before
-from wordrun.launch.elastic.forking import python_command
-from wordrun.launch.elastic.guardians import Guardians
+from wordrun.launch.elastic import guardian, guardians, guardians as answers, nodes, program as imported_before
+from wordrun.launch.elastic.guardians import Guardians, python_command
 from wordrun.launch.elastic.wire import VARIABLE, Link, message_in
 from wordrun.launch.job_script import inner
 from wordrun.launch.kills import Kills

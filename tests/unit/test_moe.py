@@ -19,11 +19,10 @@ from wordrun.backend.transforms import prepare
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
-from wordrun.dist import torch_private_experts
+from wordrun.dist import torch_private
 from wordrun.model.moe import Experts, MixtureOfExperts, MoE
 from wordrun.model.options import MoEConfig
-from wordrun.train.optim.muon import rows_for
-from wordrun.train.optim.orthogonal import divided
+from wordrun.train.optim.muon import divided, rows_for
 from wordrun.train.trainer import Trainer
 
 V = 61
@@ -74,7 +73,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
     cfg: MoEConfig, product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if product == "one by one":
-        monkeypatch.setattr(torch_private_experts, "grouped", torch_private_experts.one_by_one)
+        monkeypatch.setattr(torch_private, "grouped", torch_private.one_by_one)
     layer = first(build(cfg))
     layer.router.bias.copy_(torch.linspace(-0.1, 0.1, cfg.n_experts))  # two experts get hardly any tokens
     found = []
@@ -244,11 +243,11 @@ def test_what_does_not_work_says_what_does(words: list[str], says: str) -> None:
 
 def test_torchs_product_where_it_works() -> None:
     rows, narrow = torch.randn(4, 32), torch.randn(4, 30)
-    find = torch_private_experts.grouped_product
+    find = torch_private.grouped_product
     there = hasattr(F, "grouped_mm") and torch.__version__ >= "2.13"
-    assert (find(rows, 48, torch.float32) is torch_private_experts.grouped) == there
-    assert find(narrow, 48, torch.float32) is torch_private_experts.one_by_one  # rows of 120 bytes
-    assert find(rows[:0], 48, torch.float32) is torch_private_experts.one_by_one
+    assert (find(rows, 48, torch.float32) is torch_private.grouped) == there
+    assert find(narrow, 48, torch.float32) is torch_private.one_by_one  # rows of 120 bytes
+    assert find(rows[:0], 48, torch.float32) is torch_private.one_by_one
     layer = Experts(SMALL)
     assert sorted(name for name, _ in layer.named_parameters()) == ["gate.weight", "proj.weight", "up.weight"]
 

@@ -16,9 +16,8 @@ from wordrun.config.compose import compose
 from wordrun.config.rules import check
 from wordrun.model.base import Rows
 from wordrun.model.options import ConvNetConfig, GPTConfig, LlamaConfig
-from wordrun.train.optim.muon import Muon, iterations, momentum_at
+from wordrun.train.optim.muon import Muon, divided, iterations, joined, momentum_at, orthogonalized
 from wordrun.train.optim.options import MuonConfig
-from wordrun.train.optim.orthogonal import divided, joined, orthogonalized
 
 EXACT = [1.5, -0.5, 0.0] * 40
 """Coefficients of iterations that converge to the orthogonal matrix, slowly."""

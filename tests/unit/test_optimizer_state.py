@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
-from wordrun.backend.groups import GROUPS, GroupValues, StateError
-from wordrun.backend.optimizer import SavedState
+from wordrun.backend.optimizer import GROUPS, GroupValues, SavedState, StateError
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.checkpoint.index import load
 from wordrun.common.errors import ConfigError

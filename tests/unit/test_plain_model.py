@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
-from wordrun.backend.split import check_shared
+from wordrun.backend.fsdp import check_shared
 from wordrun.backend.unused import Unused, UnusedError
 from wordrun.checkpoint.saved import find
 from wordrun.commands import generate

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.data.prepare.sources.sample import sample_text
-from wordrun.data.tokenizers import construction as tokenizers, subword, word_cache
+from wordrun.data.tokenizers import construction as tokenizers, subword, subword as word_cache
 from wordrun.data.tokenizers.base import END, Tokenizer
 from wordrun.data.tokenizers.char import ByteTokenizer, CharTokenizer, distinct
 from wordrun.data.tokenizers.options import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig, TokenizerConfig

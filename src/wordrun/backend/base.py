@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from wordrun.backend import float8, heap
+from wordrun.backend import float8
 from wordrun.backend.optimizer import (
     NamedParameters,
     remember_ratios,
@@ -230,8 +233,29 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
 def build(spec: BackendSpec) -> Backend:
     """Return the backend selected by ``train.backend``; every rank must call this."""
     if spec.device.type == "cpu" and spec.cfg.backend.replicated:
-        heap.keep_freed()
+        keep_freed()
     if spec.cfg.train.float8 != "none":
         float8.require(spec.cfg.train.float8, spec.device)
     backend: Backend = part_of("backend", spec.cfg.backend).load()(spec)
     return backend
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST = 2**25
+"""Bytes up to which blocks come from the heap, the most that glibc takes; larger ones are mapped one by one."""
+SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+def keep_freed() -> bool:
+    """Let glibc keep what is freed, and return whether it does.
+
+    By default it returns the end of the heap to the system when a few MB there are free, as at the end of each backward
+    pass, and the next step gets it back page by page, each filled with zeros. Other allocators, and those that the user
+    has set up by environment variables, stay as they are.
+
+    Not for backends that gather parameters: that leaves holes of many sizes, and FSDP's ranks took twice the memory.
+    """
+    if sys.platform != "linux" or any(os.environ.get(name) for name in SET_BY_USERS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return bool(mallopt and mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, -1))

@@ -2,21 +2,27 @@
 
 Tried with torch 2.8 to 2.13, and DeepSpeed 0.19.8 with 2.8 and 2.13; a function that depends on the version says how.
 Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
-The wrappers that single parts of wordrun need are in ``compat_*``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils import _python_dispatch
+
+from wordrun.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -271,3 +277,113 @@ def all_gather_single(gathered: torch.Tensor, x: torch.Tensor, *, group: Any = N
 def reduce_scatter_single(total: torch.Tensor, x: torch.Tensor, *, group: Any = None) -> Any:
     """Sum the tensors ``x`` of all ranks, and leave each an equal share of the rows; torch 2.13 renamed it."""
     return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(total, x, group=group)
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Multiplies rows (N, C) by matrices (E, H, C), given how many rows belong to each (E,); the result is (N, H)."""
+
+
+def grouped_product(x: Tensor, width: int, dtype: torch.dtype) -> Product:
+    """Return the function that multiplies groups of rows like ``x`` (N, C), C and ``width`` wide, in ``dtype``.
+
+    torch's ``grouped_mm`` has kernels for bf16 on CUDA from compute capability 8.0 on, and in torch 2.13 a path for
+    CPUs. It needs rows of a multiple of 16 bytes.
+    """
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in (width, x.shape[-1]))
+    if not (aligned and hasattr(F, "grouped_mm") and len(x) and not x.is_meta):
+        return one_by_one
+    if x.device.type == "cpu":
+        return grouped if torch.__version__ >= "2.13" else one_by_one
+    fits = x.device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return grouped if fits else one_by_one
+
+
+def grouped(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Return the products by torch's ``grouped_mm``, without waiting for an accelerator."""
+    ends = counts.cumsum(0).to(torch.int32)
+    return F.grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+
+
+def one_by_one(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Return the products, one matrix after the other."""
+    groups = zip(torch.split(x, counts.tolist()), matrices.unbind(), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+def torchvision(module: str, user: str) -> Any:
+    """Import a module of torchvision, which ``user`` needs.
+
+    Its wheels for CUDA do not find their operators beside a torch for CPUs, and the import of torchvision fails as it
+    describes two of them to the compiler. Data and models use neither, so both are declared, and will never be called.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(f"torchvision.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"{user} needs torchvision ({error}): pip install 'wordrun[vision]'", page="install.md#extras"
+        ) from None
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error) or _declared:
+            raise
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    _declared.append(torch.library.Library("torchvision", "FRAGMENT"))  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        _declared[0].define(f"{name}() -> ()")  # type: ignore[no-untyped-call]
+    return importlib.import_module(f"torchvision.{module}")
+
+
+_declared: list[torch.library.Library] = []
+"""The operators of torchvision that ``torchvision`` has declared; they exist as long as this object."""
+
+
+def _flight_recorder(*, collectives: bool) -> list[dict[str, Any]]:
+    """Return the content of torch's Flight Recorders: gloo's, and NCCL's where it is a separate one."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [json.loads(dump(collectives, False)) for name in names if (dump := getattr(module, name, None))]
+
+
+def collective_counts() -> dict[str, tuple[int, int]]:
+    """Return how many collectives of each group have begun and ended; empty for versions without Flight Recorder."""
+    return {
+        group: (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
+        for recorder in _flight_recorder(collectives=False)
+        for group, each in recorder.get("pg_status", {}).items()
+    }
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return the last collectives in torch's Flight Recorder, oldest first; empty for versions without it.
+
+    gloo's are in it from torch 2.8 on if ``TORCH_FR_BUFFER_SIZE`` was set before the process group was made, and later
+    in any case. Each has group (p2p: between two ranks), seq (its number in the group), op, size and pending.
+    """
+    found = [each for recorder in _flight_recorder(collectives=True) for each in recorder.get("entries", [])]
+    return [
+        {
+            "group": "p2p" if each["is_p2p"] else each["process_group"][0],
+            "seq": each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"],
+            "op": each["profiling_name"].partition(":")[2] or each["profiling_name"],
+            "size": _sizes(each["input_dtypes"], each["input_sizes"]), "pending": not each["retired"],
+        }
+        for each in found
+    ]  # fmt: skip
+
+
+def _sizes(types: list[str], sizes: list[list[int]]) -> str:
+    if not sizes:
+        return ""
+    known = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32"}
+    first = f"{known.get(types[0], types[0].lower()) if types else ''} {sizes[0]}".strip()
+    return first if len(sizes) == 1 else f"{len(sizes)} tensors, the first {first}"
+
+
+def group_members() -> dict[str, list[int]]:
+    """Return the ranks of each of this process's groups, by the Flight Recorder's names; empty if it is unknown."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    members, names = getattr(world, "pg_group_ranks", {}), getattr(world, "pg_names", {})
+    return {names[group]: sorted(ranks) for group, ranks in members.items() if group in names}

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from dataclasses import replace
 from wordrun.common import cgroup
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.run_id import new_run_id
-from wordrun.launch import address, login
+from wordrun.launch import address
 from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import find_command, own_bin
@@ -22,7 +23,8 @@ from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import check_crowd, decide_ranks
 from wordrun.launch.record import mask_words
 from wordrun.launch.request import Decided, Identity, Options, Ranks
-from wordrun.launch.schedulers import SCHEDULERS, find_job
+from wordrun.launch.schedulers import SCHEDULERS, SUBMITTERS, find_job
+from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import UNKNOWN, Site
 
 
@@ -88,7 +90,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     job = hold_back(whole, options.spare_nodes, left_out)
     if site.name:
         job = replace(job, reasons={**job.reasons, "site": why})
-    login.refuse_nodes(options, job, host.name, env)
+    refuse_nodes(options, job, host.name, env)
     ranks = decide_ranks(options, job)
     if options.elastic and options.spare_nodes:  # guardians wait on the spare nodes, too
         job = replace(hold_back(whole, 0, left_out), reasons=job.reasons, notes=job.notes)
@@ -100,7 +102,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     # Only Python programs are assumed to need torch's memory.
     runs_python = re.search(r"python|\.py\b|wordrun", " ".join(options.command))
     crowded = check_crowd(options, job, ranks, cgroup.memory() if runs_python else None)
-    notes = tuple(filter(None, (crowded, login.note(options, job, host.name, env))))
+    notes = tuple(filter(None, (crowded, login_note(options, job, host.name, env))))
     if notes:
         job = replace(job, notes=(*job.notes, *notes))
     return job, site, ranks
@@ -242,3 +244,58 @@ def _begun_before(job: Job, command: Sequence[str], folder: str) -> str:
             run_id = facts["run_id"]
             tries[run_id] = max(tries.get(run_id, 0), facts.get("restarts", 0))
     return next((run_id for run_id in sorted(tries) if tries[run_id] < job.restarts), "")
+
+
+# Names of login nodes, such as polaris-login-02, login12 and aurora-uan-0009.
+LOGIN = r"login|\buan"
+
+
+def login_note(options: Options, job: Job, host: str, env: Mapping[str, str]) -> str:
+    """Return a note if processes are about to start on a login node; empty: it is none, or the user has chosen so."""
+    if not _may_be(options, job) or not re.search(LOGIN, host):
+        return ""
+    site, scheduler = _find(options, host, env)
+    if scheduler is None:
+        return ""
+    instead = f"launch --submit or {scheduler.interactive} for nodes"
+    return f"no {scheduler.name.upper()} job: this looks like {_name(site)}, and the processes start here ({instead})"
+
+
+def refuse_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) -> None:
+    """Refuse more nodes than there are without a job.
+
+    Raises:
+        ConfigError: there is a scheduler; the message says how to get the nodes from it.
+    """
+    if not _may_be(options, job) or (options.nodes or 1) <= len(job.hosts):
+        return
+    site, scheduler = _find(options, host, env)
+    if scheduler is None:
+        return
+    asked, none, shell = f"-N {options.nodes}", f"no {scheduler.name.upper()} job", scheduler.interactive
+    if not (site.name or re.search(LOGIN, host)):  # such as a workstation with a scheduler's commands
+        fits = "this machine is 1 node; -N 1, or no -N, would fit"
+        raise ConfigError(f"{asked}: {fits} (there is {none}: add --submit, or use {shell})")
+    submit = f"launch --submit {asked} --walltime H:MM:SS -- COMMAND submits one"
+    shell = f"{shell} {scheduler.nodes_of_shell.format(nodes=options.nodes)} starts a shell in one"
+    raise ConfigError(
+        f"{asked}: {none}: this looks like {_name(site)}; {submit}; {shell}", page="launch.md#in-a-slurm-or-pbs-job"
+    )
+
+
+def _name(site: Site) -> str:
+    return f"{site.name}'s login node" if site.name else "a login node"
+
+
+def _may_be(options: Options, job: Job) -> bool:
+    """Return whether only the absence of a job is why there is just this machine."""
+    return job.is_local and not (job.inside or options.scheduler or options.hostfile)
+
+
+def _find(options: Options, host: str, env: Mapping[str, str]) -> tuple[Site, Scheduler | None]:
+    """Return the site, and its scheduler or else one whose command is in PATH; None: there is none."""
+    from wordrun.launch import site_files  # imported here to keep launch fast
+
+    site, _ = site_files.find(options.site, host, env)
+    in_path = (each for each in SUBMITTERS.values() if shutil.which(each.submitter, path=env.get("PATH")))
+    return site, SUBMITTERS.get(site.scheduler) or next(in_path, None)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wordrun.dist import torch_private_experts
+from wordrun.dist import torch_private
 from wordrun.model.base import Rows
 from wordrun.model.block import Block, TokenBatch
 from wordrun.model.context import Context
@@ -192,7 +192,7 @@ class Experts(nn.Module):
         ranks = self.exchange.size if self.exchange else 1
         layers = (self.gate, self.up, self.proj)
         gate, up, proj = (rows_of_rank(layer.weight, ranks).to(dtype) for layer in layers)
-        product = torch_private_experts.grouped_product(x, self.n_hidden, dtype)
+        product = torch_private.grouped_product(x, self.n_hidden, dtype)
         x = x.to(dtype)
         hidden = self.activation(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
         hidden = hidden * product(x, up.view(-1, self.n_hidden, self.n_embd), counts)

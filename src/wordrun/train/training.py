@@ -18,13 +18,13 @@ from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
+from wordrun.plan.shapes import ModelShapes
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hook_state import as_json
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run, Start
 from wordrun.train.schedule import checked_rate
 from wordrun.train.state import TrainState
-from wordrun.train.task_protocol import TaskProtocol
 
 
 class Training(Protocol):
@@ -345,3 +345,25 @@ class HookSet(Mapping[str, Hook]):
     def _problem(self, name: str, event: str, error: Exception, step: int | None = None) -> HookError:
         at = "" if step is None else f" after {step} steps"
         return HookError(f"the hook {name} failed in {event}{at}", error, type(self[name]))
+
+
+class TaskProtocol(Protocol):
+    """What checkpoints and the start of a run need from a task."""
+
+    unit: str
+    """What the examples are called."""
+
+    def fixed(self) -> dict[str, Any]:
+        """Return what a resumed run must share with its checkpoint, besides options; keys are for people to read."""
+
+    def manifest(self, position: int) -> dict[str, Any]:
+        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what run.json says about the data and the model."""
+
+    def shapes(self) -> ModelShapes | None:
+        """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
+
+    def announce(self, examples: int) -> None:
+        """Log what the data are, given the number of examples to train on."""

@@ -14,7 +14,7 @@ from wordrun.config.compose import data_home
 from wordrun.data.examples import Splits
 from wordrun.data.images import Images, shifted, shifted_or_flipped, splits
 from wordrun.data.options import ImagesConfig
-from wordrun.dist import torch_private_vision
+from wordrun.dist import torch_private
 
 CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Means and standard deviations of the colors, on a scale from 0 to 1."""
@@ -47,7 +47,7 @@ def _torchvision(name: str, data: ImagesConfig) -> Iterator[Any]:
     Raises:
         UserError: it is not there and cannot be downloaded.
     """
-    cls = getattr(torch_private_vision.torchvision("datasets", f"data={data.name}"), name)
+    cls = getattr(torch_private.torchvision("datasets", f"data={data.name}"), name)
     for train in (True, False):
         try:
             yield cls(str(_folder(data)), train=train, download=True)

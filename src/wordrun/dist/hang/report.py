@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wordrun.common.errors import ranges
-from wordrun.dist import flight_recorder
+from wordrun.dist import torch_private
 from wordrun.dist.hang import stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
@@ -71,11 +71,11 @@ class Answer:
 
 def collectives(size: int) -> dict[str, Any]:
     """Return what a ``hang.Answer`` of one of ``size`` ranks says of collectives: groups, pending, last and recent."""
-    records = flight_recorder.flight_records() if is_joined() else []
+    records = torch_private.flight_records() if is_joined() else []
     last: dict[str, int] = {}
     for record in records:
         last[record["group"]] = max(last.get(record["group"], 0), record["seq"])
-    members = flight_recorder.group_members() if records else {}
+    members = torch_private.group_members() if records else {}
     named = [({name: record[name] for name in ("group", "seq", "op", "size")}, record["pending"]) for record in records]
     return {
         "groups": {group: spans(members[group], size) for group in last if group in members}, "last": last,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,12 +24,11 @@ from typing import Any
 from wordrun.common import ends
 from wordrun.common.errors import REQUEUE
 from wordrun.common.listener import Listener, UnfitError, is_secret
-from wordrun.launch.elastic.answers import Answers
-from wordrun.launch.elastic.forking import setup
 from wordrun.launch.elastic.nodes import Nodes, own_address
 from wordrun.launch.elastic.wire import Link, check, message_in
 from wordrun.launch.job import short
 from wordrun.launch.kills import Kills, Outcome
+from wordrun.launch.launchers.base import find_command, own_bin
 from wordrun.launch.output import Output
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.record import Record
@@ -328,3 +328,86 @@ class Guardians:
         else:
             self.say(f"{name} {how}; it had no ranks")
         return True
+
+
+# A guardian that has not done what it was told to, such as kill its ranks, within this time [s] counts as lost.
+ANSWER_S = 60.0
+# Before they are ready, they import what the ranks need, for at most this long [s] after the first one is ready. They
+# connect before that, so one that has not connected after ANSWER_S has died: not every launcher says so.
+READY_S = 300.0
+
+
+class Answers:
+    """The answers of the nodes that were asked; the first question is whether all of them are ready.
+
+    Args:
+        nodes: the number of nodes.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self.asked = {*range(nodes)}
+        self._given: dict[int, Any] = {}
+        self._since = self._limit_s = float("inf")
+
+    def ask(self, nodes: Iterable[int]) -> None:
+        """Expect an answer of each of ``nodes``, and forget the last ones."""
+        self.asked, self._given = {*nodes}, {}
+        self._since, self._limit_s = time.monotonic(), ANSWER_S
+
+    def wait_for_ready(self) -> None:
+        """Begin to wait for nodes that are not ready, unless that has begun."""
+        self._since, self._limit_s = min(self._since, time.monotonic()), READY_S
+
+    def stop_waiting(self) -> None:
+        """Consider no answer late from now on."""
+        self._since = self._limit_s = float("inf")
+
+    def add(self, node: int, answer: Any) -> dict[int, Any] | None:
+        """Keep the answer of a node, and return all of them if it is the last one to arrive."""
+        self._given[node] = answer
+        if not self.asked <= {*self._given}:
+            return None
+        found, self._given = self._given, {}
+        self.stop_waiting()
+        return found
+
+    def late(self, connected: Collection[int]) -> tuple[int, float] | None:
+        """Return a node whose answer is late, and how long it was waited for [s]; None: there is none."""
+        waited = time.monotonic() - self._since
+        for node in sorted(self.asked - {*self._given}):
+            limit_s = self._limit_s if node in connected else min(self._limit_s, ANSWER_S)
+            if waited > limit_s:
+                return node, limit_s
+        return None
+
+
+def setup(plan: LaunchPlan, pipes: str) -> dict[str, Any]:
+    """Return what guardians need to know to start ranks; ``pipes`` is the folder of the ranks' own pipes."""
+    command, fork = python_command(plan)
+    return {
+        "command": command, "fork": fork, "imports": fork and not plan.options.no_preimport, "pipes": pipes,
+        "wordrun": plan.options.runs_wordrun,
+        "restarts": plan.options.retries, "bind": not plan.job.is_local,
+    }  # fmt: skip
+
+
+def python_command(plan: LaunchPlan) -> tuple[list[str], bool]:
+    """Return what a forked rank runs, and True; for a command that no fork can run, the command, and False.
+
+    That is a Python script, or a module, of the interpreter that runs ``launch``. Under --hang, a new
+    interpreter has to start, because its sitecustomize watches the collectives.
+    """
+    command = list(plan.options.command)
+    program, _ = find_command(command[0], plan.environment(os.environ).get("PATH", os.defpath))
+    is_own = bool(program) and os.path.realpath(os.path.dirname(program)) == os.path.realpath(own_bin())
+    if not is_own or plan.options.hang is not None:
+        return command, False
+    if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
+        words = command[2:] if command[1:2] == ["-u"] else command[1:]
+        runs = words[:1] and (not words[0].startswith("-") or (words[0] == "-m" and len(words) > 1))
+        return (words, True) if runs else (command, False)
+    with contextlib.suppress(OSError), open(program, "rb") as file:
+        first = file.readline(500).strip()
+        if first.startswith(b"#!") and os.path.dirname(first[2:]) == os.fsencode(own_bin()):
+            return [program, *command[1:]], True
+    return command, False
