@@ -29,7 +29,7 @@ def test_two_ranks_prepare_what_one_does(ranks: Ranks, tmp_path: Path) -> None:
         lines = (json.dumps({"text": text}) for text in sample_text()[number * 9000 :][:9000].split("\n\n") if text)
         (tmp_path / "in" / f"{number}.jsonl").write_text("\n".join(lines))
     words = ["data=text", f"data.path={tmp_path / 'in'}", "tokenizer.vocab_size=300", "data.workers=1"]
-    done = ranks(2, "-m", "wordrun.data.prepare", *words, f"data.prepared={tmp_path / '2'}")
+    done = ranks(2, "-m", "wordrun", "prepare", *words, f"data.prepared={tmp_path / '2'}")
     assert done.returncode == 0, done.stderr
     assert main([*words, f"data.prepared={tmp_path / '1'}"]) == 0
     assert len(content(tmp_path / "1")) == 2 + 4 * 5  # manifest, tokenizer, and of each file two shards with documents

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.forked_programs
 
 SMALL = ("data=sample", "model.n_layer=4", "model.n_embd=16", "model.n_head=4", "model.block_size=16",
          "model.batch_size=4", "train.device=cpu")  # fmt: skip
-STUDY = (sys.executable, "-m", "wordrun.study", "scaling")
+STUDY = (sys.executable, "-m", "wordrun", "study", "scaling")
 
 
 def rows(folder: Path) -> dict[str, dict[str, str]]:

@@ -7,7 +7,6 @@ import pytest
 import wordrun
 from wordrun.backend.options import PPConfig
 from wordrun.common.errors import ConfigError
-from wordrun.config.layouts import layout
 
 
 def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
@@ -122,7 +121,7 @@ def test_all_problems_together() -> None:
 
 def test_tensor_parallel_groups_fit_into_nodes() -> None:
     cfg = wordrun.compose(["data=sample", "train.backend=TP"], ranks=8, per_node=4)
-    assert layout(cfg.backend, 8, 4).shape == (1, 1, 2, 1, 4)
+    assert cfg.backend.layout(8, 4).shape == (1, 1, 2, 1, 4)
     assert "backend.tp=8 would span nodes" in problems(
         "train.backend=TP", "backend.tp=8", "model.n_head=8", ranks=8, per_node=4
     )

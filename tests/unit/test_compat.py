@@ -44,8 +44,8 @@ REMEDY = "torch {} lacks {}: mend wordrun.{}, and note the versions in the modul
 
 
 def remedy(name: str, function: str) -> str:
-    """Return what to do if torch lacks ``name``; a ``function`` without a module is one of ``wordrun.dist.torch_private``."""
-    return REMEDY.format(torch.__version__, name, function if "." in function else f"compat.{function}")
+    """Return what to do if torch lacks ``name``; a ``function`` without a module is in ``torch_private``."""
+    return REMEDY.format(torch.__version__, name, function if "." in function else f"torch_private.{function}")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_deepspeed_still_has_the_names_and_what_it_patches_comes_back() -> None:
         for name in names:
             found = hasattr(importlib.import_module(module), name)
             assert found, (
-                f"{module} has no {name} any more: mend wordrun.backend.deepspeed.compat, and note the version in its docstring"
+                f"{module} has no {name} any more: mend deepspeed/compat.py, and note the version in its docstring"
             )
     linear = F.linear
     with contextlib.ExitStack() as undo:
@@ -213,5 +213,8 @@ def test_a_batch_norm_can_be_torchs_synchronized_one() -> None:
 
 @pytest.mark.usefixtures("torchvision")
 def test_torchvision_can_be_imported_beside_any_torch(command: Command) -> None:
-    script = "from wordrun.dist.torch_private import torchvision; print(torchvision('models', 'this test').resnet18.__name__)"
+    script = (
+        "from wordrun.dist.torch_private import torchvision\n"
+        "print(torchvision('models', 'this test').resnet18.__name__)"
+    )
     assert command(sys.executable, "-c", script).stdout == "resnet18\n"

@@ -103,7 +103,7 @@ def test_ranks_that_are_asked_while_they_work_do_not_hang() -> None:
 
 def test_files_of_wordrun_are_named_as_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert stacks.short(stacks.__file__) == "wordrun/dist/stacks.py"
+    assert stacks.short(stacks.__file__) == "wordrun/dist/hang/stacks.py"
 
 
 def test_without_collectives_the_lines_are_all_there_is() -> None:

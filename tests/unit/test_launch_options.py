@@ -42,7 +42,7 @@ def test_two_dashes_end_the_options(words: list[str]) -> None:
         ("python3.13t -mwordrun a=1", ["a=1"]),
         ("python -X importtime -W ignore -m wordrun train a=1", ["train", "a=1"]),
         ("python --check-hash-based-pycs default -Xdev -m wordrun -m a=1,2", ["-m", "a=1,2"]),
-        ("python -u -m wordrun.study scaling", ["study", "scaling"]),
+        ("python -u -m wordrun study scaling", ["study", "scaling"]),
         ("python train.py --project wordrun lr=1", None),
         ("python train.py -m wordrun lr=1", None),
         ("python train.py --out /scratch/wordrun x=1", None),

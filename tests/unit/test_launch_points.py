@@ -16,7 +16,7 @@ from wordrun.study import conduct
 
 SWEEP = "wordrun -m train.seed=1,2 hydra/launcher=wordrun"
 STUDY = "wordrun study scaling --nodes 1,2 --out o"
-PYTHON = "python -m wordrun.study coord --out o"
+PYTHON = "python -m wordrun study coord --out o"
 GIVEN = "--env 'NET=AWS Lib' --retries 2 --walltime-margin 9 --site /s/my.yaml"
 
 

@@ -21,7 +21,6 @@ from wordrun.commands.plan import USAGE, main, plan
 from wordrun.common import log
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
-from wordrun.config.layouts import layout
 from wordrun.config.registry import part_of, parts
 from wordrun.config.rules import check
 from wordrun.config.schema import Config
@@ -267,7 +266,7 @@ def advice(*words: str) -> Advice:
 def test_what_is_sent_by_operation() -> None:
     cfg = compose(["model=nano", "model.vocab_size=128", "train.dtype=fp32", "train.backend=FSDP"])
     model = shapes_of(cfg.model, 128)
-    found = traffic(cfg.backend, model, Strategy("x", cfg, layout(cfg.backend, 4, 4), (), True))
+    found = traffic(cfg.backend, model, Strategy("x", cfg, cfg.backend.layout(4, 4), (), True))
     sent = {each.operation: each.sent for each in found if each.ranks > 1}
     size = 4 * model.parameters * 3 / 4
     assert sent == {"all_gather": pytest.approx(2 * size), "reduce_scatter": pytest.approx(size)}
@@ -521,7 +520,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_as_text(command: Command) -> None:
-    done = command("python", "-m", "wordrun.plan", "model=gpt2_xl", "train.backend=FSDP", "plan.devices=2")
+    done = command("python", "-m", "wordrun", "plan", "model=gpt2_xl", "train.backend=FSDP", "plan.devices=2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert "gpt2_xl: 1.56 billion parameters" in done.stdout

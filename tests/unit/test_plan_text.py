@@ -14,7 +14,6 @@ from rich.console import Console
 
 from wordrun.commands.plan import main, plan
 from wordrun.config.compose import compose
-from wordrun.config.layouts import layout
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
@@ -112,7 +111,7 @@ def test_the_hardware_is_described_with_what_is_assumed(words: str, line: str) -
 
 def test_a_refused_runs_plan_has_the_memory_that_its_ranks_share() -> None:
     cfg = compose(["model=nano", "data=sample", "train.dtype=fp32"])
-    fit = Fit(cfg, shapes_of(cfg.model, 65), layout(cfg.backend, 2, 2), 2, on_cpu=True)
+    fit = Fit(cfg, shapes_of(cfg.model, 65), cfg.backend.layout(2, 2), 2, on_cpu=True)
     on_cpu = Comparison(fit, Room(4 * 2**30), "host")
     for found, shared in ((on_cpu, 8), (replace(on_cpu, device="cuda", device_name="A100"), 4)):
         (line,) = [line for line in found.advice(found.room) if line.startswith("For all backends: ")]

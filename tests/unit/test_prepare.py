@@ -246,7 +246,7 @@ def test_a_killed_preparation_is_continued(texts: Path, tmp_path: Path, start: S
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
         (tmp_path / "in" / f"{number:02d}" / "a.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
-    words = [sys.executable, "-m", "wordrun.data.prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
+    words = [sys.executable, "-m", "wordrun", "prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
              f"data.prepared={tmp_path / 'out'}", "data.workers=1"]  # fmt: skip
     process = start(*words, stderr=subprocess.STDOUT)
     while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
@@ -645,7 +645,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number:02d}.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
     words = ["data=text", f"data.path={tmp_path}", "tokenizer=byte", f"data.prepared={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "wordrun.data.prepare", *words, "data.workers=2"]
+    command = [sys.executable, "-m", "wordrun", "prepare", *words, "data.workers=2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
             assert process.poll() is None, process.communicate()[0]

@@ -49,7 +49,8 @@ def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
     "found",
     [
         {"os:system": [["command", "touch ran"]]}, {"subprocess:Popen": [["args", ["touch", "ran"]]]},
-        {"wordrun.common.errors:UserError": []}, {"wordrun.dist.values:importlib.import_module": [["name", "antigravity"]]},
+        {"wordrun.common.errors:UserError": []},
+        {"wordrun.dist.values:importlib.import_module": [["name", "antigravity"]]},
         {"antigravity:geohash": []}, {"": []}, {"a:b": 1, "c:d": 2},
     ],
 )  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from wordrun.common.errors import ConfigError
 from wordrun.common.section import Section
 from wordrun.common.validation import not_negative, one_of, positive
+from wordrun.dist.mesh import Layout, resolve
+from wordrun.train.options import DTYPES
 
 
 @dataclass
@@ -27,6 +30,8 @@ class BackendConfig(Section):
     """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Options that `wordrun plan` names in its commands even if they have their defaults."""
+    estimates: ClassVar[str] = ""
+    """The module that registers the plan's estimates for these options; empty: the plan's own do."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -34,6 +39,37 @@ class BackendConfig(Section):
     def axes(self) -> dict[str, int | None]:
         """Return the requested size of each axis of the layout; -1: all remaining ranks, None: chosen for the job."""
         return {"replicate": -1}
+
+    def layout(self, ranks: int, per_node: int) -> Layout:
+        """Return the layout of ``ranks`` ranks, ``per_node`` to a node.
+
+        Raises:
+            ConfigError: the options do not suit the number of ranks.
+        """
+        at = resolve(ranks, per_node, self.axes())
+        ep = max(1, self.experts_over)
+        if at.shards % ep:
+            fits = " or ".join(str(n) for n in range(1, at.shards + 1) if at.shards % n == 0)
+            raise ConfigError(
+                f"backend.ep={ep} does not divide the {at.shards} ranks of backend.shard x backend.cp, among which "
+                f"experts are divided: use backend.ep={fits}"
+            )
+        return replace(at, ep=ep)
+
+    def conflicts_on(self, cfg: Any, at: Layout | None, gas: int | None) -> Iterable[str]:
+        """Return where the options of ``cfg``, the complete Config, contradict these on ranks laid out as ``at``.
+
+        Args:
+            cfg: the Config.
+            at: the layout of the ranks; None: unknown, or other options have to be corrected first.
+            gas: micro-steps of an optimizer step; None as for ``at``.
+        """
+        return []
+
+    @classmethod
+    def strategies(cls) -> dict[str, BackendConfig]:
+        """Return further options of this backend that ``wordrun plan`` compares, by the names that it shows."""
+        return {}
 
     @property
     def experts_over(self) -> int:
@@ -131,6 +167,26 @@ class FSDPConfig(BackendConfig):
     """Keep the shards in host memory and run the optimizer on the CPU."""
     prefetch: int = 1
     """Number of blocks whose parameters are prefetched, that is, gathered before they are used; 0: gather on demand."""
+
+    def conflicts_on(self, cfg: Any, at: Layout | None, gas: int | None) -> Iterable[str]:
+        """Return where the options of ``cfg`` contradict sharding over the ranks."""
+        if at is None:
+            return
+        if self.cpu_offload and at.shards == 1:
+            yield (
+                "backend.cpu_offload=true moves shards to the host, and with backend.shard=1 there are none: "
+                "use backend.shard=-1 backend.replicate=1, or backend.cpu_offload=false"
+            )
+        if at.size == 1:
+            yield (
+                f"train.backend={cfg.train.backend} shards the model across ranks, but there is only one: "
+                "use launch -n 2, or train.backend=DDP"
+            )
+        if DTYPES[cfg.train.dtype] == "fp16":
+            yield (
+                "train.dtype=fp16 needs a loss scaler, which is not available for sharded gradients: with "
+                f"train.backend={cfg.train.backend} use train.dtype=bf16 or fp32"
+            )
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""

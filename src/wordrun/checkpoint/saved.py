@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wordrun.backend.deepspeed import compat
 from wordrun.checkpoint import folder as folders, index, shards
 from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.log import LOGGER
+from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config, from_plain
 from wordrun.model import lora, mup, pretrained
 from wordrun.model.base import LazyWeights, Model
@@ -29,7 +28,6 @@ MODEL = "model."
 """Prefix of the names of weights in a checkpoint."""
 ARGUMENTS = ("vocab_size", "model_arguments")
 """The entries of a manifest from which, with the config, the model is built: the first for text, the second else."""
-ENGINE = "engine"
 """Folder in a checkpoint for the files of DeepSpeed's engine."""
 
 
@@ -67,14 +65,17 @@ class Saved:
             UserError: the engine wrote them, and DeepSpeed is not installed; LoRA's base model is missing or changed.
             ConfigError: the checkpoint has no values by the hook ``which``.
         """
-        if self._is_engines and which == "model":
-            return self._engine_weights()
+        if (engine := self._format) and which == "model":
+            read: Mapping[str, Tensor] = engine.load().read_weights(
+                self.folder, [name for name, _ in self.meta_model().weights()]
+            )
+            return read
         stored = self.stored(which)
         return lora.merged(self._base(), stored, self.lora) if self.lora else stored
 
     def stored(self, which: str = "model") -> Mapping[str, Tensor]:
         """Return the weights in the checkpoint's own files, as ``weights``; with LoRA, the adapters alone."""
-        stored = {} if self._is_engines else index.load(self.folder)
+        stored = {} if self._format else index.load(self.folder)
         names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
         if which != "model":
             prefix = f"hooks.{which}."
@@ -132,7 +133,7 @@ class Saved:
         Raises:
             DamagedError: the config and the weights are not of the same model.
         """
-        stored = {} if self._is_engines or self.lora else index.load(self.folder)
+        stored = {} if self._format or self.lora else index.load(self.folder)
         try:
             layers = getattr(self.config.model, "n_layer", 0)
             if stored and layers > len(stored):  # building them could take forever
@@ -162,25 +163,9 @@ class Saved:
         return model.eval()
 
     @property
-    def _is_engines(self) -> bool:
-        return bool(self.manifest["backend"]["kind"] == "deepspeed")
-
-    def _engine_weights(self) -> dict[str, Tensor]:
-        try:
-            convert = importlib.import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
-        except ImportError as error:
-            raise UserError(
-                f"{self.folder} was written by DeepSpeed, which is needed to read it ({error}): "
-                "pip install 'wordrun[deepspeed]'"
-            ) from None
-        try:
-            with compat.deepspeed_reads_data_only(self.folder / ENGINE):
-                state = convert(str(self.folder), tag=ENGINE)
-            return {name: state[name] for name, _ in self.meta_model().weights()}
-        except UserError:
-            raise
-        except Exception as error:  # the files may contain anything
-            raise DamagedError(f"{self.folder / ENGINE} is damaged: {first_line(error)}") from error
+    def _format(self) -> Part | None:
+        """The backend that wrote the weights in a format of its own; None: they are in wordrun's."""
+        return parts("backend").get(self.manifest["backend"]["kind"])
 
 
 def _read(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> Tensor:

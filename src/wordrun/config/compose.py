@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import os
 import re
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,10 +28,9 @@ from wordrun.common.log import LOGGER
 from wordrun.common.run_id import new_run_id
 from wordrun.config import project
 from wordrun.config.messages import REFUSALS, diagnose, name_of, option_names, unknown_option
-from wordrun.config.part_source import PartSource, SearchPath, all_problems
-from wordrun.config.registry import backends
+from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
-from wordrun.config.schema import RENAMED, SECTIONS, Config, schemas
+from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, schemas
 from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.model.options import ModelConfig
 from wordrun.train.options import DTYPES, ScheduleConfig
@@ -269,3 +273,112 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
 def as_yaml(cfg: Any) -> str:
     """Return ``cfg`` (a Config or a part of one) as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))  # structured, it takes twice as long
+
+
+SCHEMA = "schema"
+"""The folder of the dataclasses."""
+_problems: list[str] | None = None
+"""What is wrong with the parts read so far; None: the first problem is raised."""
+
+
+@contextlib.contextmanager
+def all_problems() -> Iterator[None]:
+    """Within the ``with`` block, in which configs are composed, collect what is wrong with all of their parts.
+
+    Raises:
+        ConfigError: there are problems; the message names all of them.
+    """
+    global _problems
+    outer, found = _problems, list[str]()
+    _problems = found
+    try:
+        yield
+    except Exception:
+        if not found:  # else whatever Hydra says follows from them
+            raise
+    finally:
+        _problems = outer
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
+
+
+class SearchPath(SearchPathPlugin):
+    """Adds the project's conf/ and the parts to Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add both, after wordrun's own files."""
+        if folder := project.here().conf:
+            search_path.append("project", f"file://{folder}")
+        search_path.append("parts", f"{PartSource.scheme()}://")
+
+
+class PartSource(ConfigSource):
+    """Offers every registered part."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the prefix of this source's address."""
+        return "parts"
+
+    def available(self) -> bool:
+        """Return True: there are always parts."""
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return what Hydra reads under ``config_path``.
+
+        Raises:
+            ConfigError: the part cannot be imported, or its options are not valid.
+        """
+        *folders, group, name = config_path.removesuffix(".yaml").split("/")
+        part = schemas(group)[name]
+        try:
+            content = _schema(part) if folders else OmegaConf.create(_option(group, name, part))
+        except ConfigError as error:
+            if _problems is None:
+                raise
+            _problems.append(str(error))
+            content = OmegaConf.create()
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=content, header={"package": None})
+
+    def is_group(self, config_path: str) -> bool:
+        """Return whether there are configs below ``config_path``."""
+        folders = _folders(config_path)
+        return folders in ([], [SCHEMA]) or (len(folders) < 3 and bool(self.list(config_path, ObjectType.CONFIG)))
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether ``config_path`` names a part, or the schema of one."""
+        *folders, name = _folders(config_path)
+        return bool(folders) and name in self.list("/".join(folders), ObjectType.CONFIG)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the names below ``config_path``."""
+        *folders, group = _folders(config_path) or [""]
+        if folders in ([], [SCHEMA]) and group in (SECTIONS if folders else KINDS):
+            return sorted(schemas(group)) if results_filter != ObjectType.GROUP else []
+        inside = {"": [*KINDS, SCHEMA], SCHEMA: list(SECTIONS)}.get(group, []) if not folders else []
+        return inside if results_filter != ObjectType.CONFIG else []
+
+
+def _folders(config_path: str) -> list[str]:
+    return [each for each in config_path.removesuffix(".yaml").split("/") if each]
+
+
+def _option(kind: str, name: str, part: Part) -> dict[str, Any]:
+    """Return a part with its defaults, under its name if the config can have several of its kind."""
+    if kind in SEVERAL:
+        return {"defaults": [f"/{SCHEMA}/{kind}/{name}@{name}"]}
+    keys = ("name", "kind") if kind == "data" else ("name",)
+    return {"defaults": [f"/{SCHEMA}/{kind}/{name}@_here_"], **dict.fromkeys(keys, part.name or name)}
+
+
+def _schema(part: Part) -> DictConfig:
+    """Return the dataclass with dictionaries that accept new keys, unlike the rest of the tree."""
+    try:
+        schema: DictConfig = OmegaConf.structured(part.options)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{part}: {error.full_key or 'options'}: {first_line(error)}") from None
+    for value in schema.values():
+        if isinstance(value, DictConfig):
+            OmegaConf.set_struct(value, False)
+    return schema

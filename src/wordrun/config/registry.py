@@ -1,6 +1,6 @@
 """The parts that a config can choose, by kind and name: wordrun's own, installed packages' and the project's.
 
-All of them call ``register``: wordrun's own in ``wordrun.config.parts``, others in modules that ``wordrun.config.project`` finds.
+All of them call ``register``: wordrun's own in ``config/parts.py``, others in modules that ``config/project.py`` finds.
 A part is named by strings and imported when it is chosen, so listing the parts imports none of them.
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import enum
 import importlib
 import importlib.resources
 import inspect
+import pathlib
 import re
 import sys
 import traceback
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import ConfigError, PartError, UserError, first_line, nearest
-from wordrun.config import option_types, project
+from wordrun.config import project
 
 KINDS: Mapping[str, str] = {
     "model": "ModelConfig",
@@ -309,7 +312,7 @@ def problems_of(cls: Any, base: str) -> list[str]:
         plain = [key for key, value in vars(each).items() if not (callable(value) or hasattr(value, "__get__"))]
         untyped = [key for key in plain if key[0] != "_" and key not in {*typed, *replaced}]
         found += [f"{each.__name__}.{key} has no type: write {key}: TYPE = ..." for key in untyped]
-        found += [f"{each.__name__}.{key} {problem}" for key, problem in option_types.problems(each, typed).items()]
+        found += [f"{each.__name__}.{key} {problem}" for key, problem in _type_problems(each, typed).items()]
         found += [
             f'{each.__name__}.{key} has no documentation: write a """line""" under it'
             for key in typed
@@ -348,3 +351,30 @@ def documentation(cls: type[Any]) -> dict[str, str]:
     """Return the documentation of each field of a config dataclass, those of its bases included; empty: it has none."""
     found = {name: text for base in reversed(cls.__mro__[:-1]) for name, text in (field_docs(base) or {}).items()}
     return dict.fromkeys((field.name for field in fields(cls)), "") | found
+
+
+CHOICE = "write str, and check the value in problems()"
+
+
+def _type_problems(cls: type[Any], names: typing.Iterable[str]) -> dict[str, str]:
+    """Return why options of the dataclass ``cls`` cannot have their types, and what to write, by their names."""
+    try:
+        hints = typing.get_type_hints(cls)
+    except Exception:  # a name that only a type checker knows
+        return {}
+    return {name: problem for name in names if name in hints and (problem := _problem(hints[name]))}
+
+
+def _problem(kind: Any) -> str:
+    """Return what is wrong with a type, or with a type in it; empty: nothing."""
+    if typing.get_origin(kind) is typing.Literal:
+        return f"has the type {str(kind).removeprefix('typing.')}, which options cannot have: {CHOICE}"
+    if isinstance(kind, type):
+        for base, remedy in (
+            (enum.Enum, CHOICE),
+            (pathlib.PurePath, "write str, and call Path where it is used"),
+            (bytes, "write str"),
+        ):
+            if issubclass(kind, base):
+                return f"has the type {kind.__name__}, which a checkpoint cannot hold: {remedy}"
+    return next((found for each in typing.get_args(kind) if (found := _problem(each))), "")

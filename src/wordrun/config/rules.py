@@ -5,20 +5,17 @@ Rules about a single section are in its ``problems()``. All problems are reporte
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from wordrun.backend.deepspeed import settings
-from wordrun.backend.deepspeed.options import DeepSpeedConfig
-from wordrun.backend.diloco.options import DilocoConfig
-from wordrun.backend.options import FSDPConfig, PPConfig
+from wordrun.backend.options import DDPConfig, FSDPConfig, PPConfig
 from wordrun.common.errors import ConfigError, PartError
-from wordrun.config import choices, schema
-from wordrun.config.layouts import layout
+from wordrun.common.validation import one_of
+from wordrun.config import registry, schema
 from wordrun.config.registry import KINDS, part_of
 from wordrun.config.schema import Config
+from wordrun.data.options import TextConfig
 from wordrun.dist.mesh import Layout
 from wordrun.model.options import ModelConfig, MoEConfig, TransformerConfig
 from wordrun.train.options import DTYPES
@@ -35,18 +32,18 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
     """
-    problems = [*_ask(cfg, "problems"), *choices.problems(cfg), *_ask(cfg, "conflicts", cfg)]
+    problems = [*_ask(cfg, "problems"), *_choices(cfg), *_ask(cfg, "conflicts", cfg)]
     at = Layout()
     if ranks is not None:
         try:
-            at = layout(cfg.backend, ranks, per_node or ranks)
+            at = cfg.backend.layout(ranks, per_node or ranks)
             problems += check_batch(cfg, at.dp)
         except ConfigError as error:
             problems += str(error).splitlines()
         if not problems:  # the arithmetic below assumes valid options
             problems += _check_layout(cfg, at)
-        if isinstance(cfg.backend, DeepSpeedConfig):
-            problems += _check_deepspeed(cfg, cfg.backend, None if problems else ranks)
+        complete = not problems or None
+        problems += cfg.backend.conflicts_on(cfg, complete and at, complete and accumulation(cfg, at.dp))
     if problems:
         raise ConfigError("\n".join(problems))
     return at
@@ -188,35 +185,10 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         yield from _check_experts(cfg, cfg.model, at)
     if isinstance(cfg.backend, FSDPConfig):
         yield from _check_tensor(cfg.model, at.tp)
-        yield from _check_sharding(cfg, cfg.backend, at)
         if at.cp > 1 and "cp" not in missing:
             yield from _check_context(cfg, cfg.backend, at)
     if isinstance(cfg.backend, PPConfig) and not missing:
         yield from _check_pipeline(cfg, cfg.backend, at)
-    if isinstance(cfg.backend, DilocoConfig):
-        inside = cfg.backend.inside()
-        if inside.one_micro_step and accumulation(cfg, at.dp) != 1:
-            yield "backend.inner_options.static_graph=true needs one micro-step per step: omit it, or optimizer.gas"
-        if isinstance(inside, FSDPConfig):
-            yield from map(cfg.backend.of_inner, _check_sharding(cfg, inside, at.of_island))
-
-
-def _check_sharding(cfg: Config, backend: FSDPConfig, at: Layout) -> Iterator[str]:
-    if backend.cpu_offload and at.shards == 1:
-        yield (
-            "backend.cpu_offload=true moves shards to the host, and with backend.shard=1 there are none: "
-            "use backend.shard=-1 backend.replicate=1, or backend.cpu_offload=false"
-        )
-    if at.size == 1:
-        yield (
-            f"train.backend={cfg.train.backend} shards the model across ranks, but there is only one: "
-            "use launch -n 2, or train.backend=DDP"
-        )
-    if DTYPES[cfg.train.dtype] == "fp16":
-        yield (
-            "train.dtype=fp16 needs a loss scaler, which is not available for sharded gradients: with train.backend="
-            f"{cfg.train.backend} use train.dtype=bf16 or fp32"
-        )
 
 
 def context_attention(backend: FSDPConfig, cfg: Config, at: Layout) -> str:
@@ -327,16 +299,88 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
             )
 
 
-def _check_deepspeed(cfg: Config, backend: DeepSpeedConfig, ranks: int | None) -> Iterator[str]:
-    """Check that DeepSpeed is installed and the ds_config file is valid; ``ranks`` is None if other checks failed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        yield "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
-    if cfg.train.memory_checkpoint_interval:
+def _choices(cfg: Config) -> Iterator[str]:
+    """Yield every problem; none depends on the number of ranks."""
+    yield from _kinds(cfg)
+    yield from _sections(cfg)
+    yield from _several(cfg)
+    yield from check_float8(cfg)
+
+
+def _kinds(cfg: Config) -> Iterator[str]:
+    """Check that the kinds of text and tokenizer are registered."""
+    yield from one_of("tokenizer.name", cfg.tokenizer.name, registry.parts("tokenizer"))
+    if isinstance(cfg.data, TextConfig):
+        kinds, kind = registry.parts("data"), cfg.data.kind
+        yield from one_of("data.kind", kind, [*kinds, "mix"])
+        if type(cfg.data) is TextConfig and kind in kinds and not kinds[kind].configures(cfg.data):
+            yield f"data.kind={kind} has options of its own: select it by data={kind}"
+
+
+def _several(cfg: Config) -> Iterator[str]:
+    """Check the sections with several named parts; a config built in Python can use any names there."""
+    if "jsonl" not in cfg.tracker:
+        yield "tracker must include jsonl, which resuming a run requires: add it"
+    for section in schema.SEVERAL:
+        known = registry.parts(section)
+        for name, options in getattr(cfg, section).items():
+            yield from one_of(section, name, known)
+            if name in known and not known[name].configures(options):
+                wanted = known[name].options
+                yield f"{section}.{name} has the options of {type(options).__name__}: use {wanted.__name__}"
+    if cfg.metrics and cfg.backend.pipeline:
+        names = ",".join(cfg.metrics)
+        yield f"metrics=[{names}] needs the model's outputs, which a pipeline leaves on its last stage: use metrics=[]"
+
+
+def _sections(cfg: Config) -> Iterator[str]:
+    """Check for options that conflict with the choice made in another section."""
+    train, backend = cfg.train, cfg.backend
+    if cfg.model.task != cfg.data.task:
+        options = [part.options for part in registry.parts("model").values() if not part.origin]
+        use = " or ".join(f"model={each().name}" for each in options if each.task == cfg.data.task) or "a model for it"
+        yield f"model={cfg.model.name} cannot train on data={cfg.data.name}: use {use}, or other data"
+    if not cfg.optimizer.decay_lr and cfg.schedule.name == "linear":
+        yield "optimizer.decay_lr=false means schedule=constant, not schedule=linear: remove it"
+    if train.backend not in registry.backends():
+        yield from one_of("train.backend", train.backend, registry.backends())
+    elif train.backend != backend.name:
         yield (
-            "train.memory_checkpoint_interval needs wordrun's own checkpoints, and train.backend=deepspeed writes "
-            "DeepSpeed's: set it to 0, or use train.backend=FSDP"
+            f"train.backend={train.backend} contradicts backend={backend.name}: select the backend with "
+            f"train.backend={backend.name} alone "
+            "(in an experiment file: `- override /train.backend: NAME` in its defaults)"
         )
-    try:
-        settings.merge(cfg, backend, cfg.train.dtype, ranks, ranks and accumulation(cfg, ranks))
-    except ConfigError as error:
-        yield from str(error).splitlines()
+    if cfg.lora_rank and not train.init_from:
+        yield f"model.lora_rank={cfg.lora_rank} needs pretrained weights for its adapters: set train.init_from"
+    if cfg.model.width_ratio() != 1 and cfg.optimizer.width_powers() is None:
+        yield (
+            f"model.mup=true needs learning rates that depend on the width, which optimizer={cfg.optimizer.name} does "
+            "not state: add the method width_powers to its options, or use model.mup=false"
+        )
+    if train.deterministic and train.compile is True:
+        yield (
+            "train.deterministic=true does not cover torch.compile, which chooses kernels by timing them: "
+            "use train.compile=false"
+        )
+    if train.compile_scope == "model" and not backend.one_module:
+        yield (
+            f"train.compile_scope=model: train.backend={train.backend} runs code between the blocks, so they are "
+            "compiled one by one: use train.compile_scope=blocks, or train.backend=DDP"
+        )
+
+
+def check_float8(cfg: Config) -> Iterator[str]:
+    """Check the options that float8 linear layers need; the device is checked by the backend, which knows it."""
+    float8 = f"train.float8={cfg.train.float8}"
+    if cfg.train.float8 == "none":
+        return
+    if DTYPES.get(cfg.train.dtype) in ("fp32", "fp16"):
+        yield f"{float8} casts from bf16, not from train.dtype={cfg.train.dtype}: use train.dtype=bf16"
+    if type(cfg.backend) not in (DDPConfig, FSDPConfig) or getattr(cfg.backend, "tp", 1) != 1:
+        yield (
+            f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
+            f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"
+        )
+    if "ep" in cfg.model.divides or cfg.lora_rank:
+        what = "LoRA has" if cfg.lora_rank else "experts are"
+        yield f"{float8} is for linear layers, and {what} products of another kind: use train.float8=none"

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from wordrun.common.section import EXAMPLES, TEXT, Section
 from wordrun.common.validation import not_negative, one_of, positive
-from wordrun.config.registry import parts
 
 
 @dataclass
@@ -91,10 +90,6 @@ class TextConfig(DataConfig):
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from super().problems()
-        yield from one_of("data.kind", self.kind, [*parts("data"), "mix"])
-        part = parts("data").get(self.kind)
-        if type(self) is TextConfig and part and not part.configures(self):
-            yield f"data.kind={self.kind} has options of its own: select it by data={self.kind}"
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind == "pairs":
             yield from self._pairs_problems()

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from wordrun.backend.deepspeed.options import DeepSpeedConfig
 from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig, ThreeDConfig, TPConfig
 from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.section import value_text
-from wordrun.config import choices, layouts, rules
+from wordrun.config import rules
+from wordrun.config.registry import parts
 from wordrun.config.schema import Config
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
@@ -66,7 +66,7 @@ class Estimator:
         configured = cfg.train.activation_checkpointing
         order = ["none", "selective", "full"]
         self.checkpointing = order[order.index(configured) :] if configured in order else [configured, "full"]
-        layout = layouts.layout(cfg.backend, hardware.devices, hardware.per_node)
+        layout = cfg.backend.layout(hardware.devices, hardware.per_node)
         if problems := list(rules.check_batch(cfg, layout.dp)):
             raise ConfigError("\n".join(problems))
         self.sequences = cfg.model.batch_size * layout.dp * rules.accumulation(cfg, layout.dp)
@@ -90,7 +90,7 @@ class Estimator:
             ConfigError: if the model, the batch or the devices rule it out.
         """
         cfg, hardware = self.cfg, self.hardware
-        at = layouts.layout(backend, hardware.devices, hardware.per_node)
+        at = backend.layout(hardware.devices, hardware.per_node)
         overrides = _overrides(backend)
         sequences = at.dp * cfg.model.batch_size * (cfg.optimizer.gas or 1)
         if sequences != self.sequences and not cfg.train.global_batch_size:
@@ -101,7 +101,7 @@ class Estimator:
         checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
         rules.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
         if backend.own_engine:
-            problems = [*choices.check_float8(mine)]
+            problems = [*rules.check_float8(mine)]
             problems += [rules.no_experts(cfg.model)] if "ep" in cfg.model.divides else []
             if problems:
                 raise ConfigError("\n".join(problems))
@@ -135,9 +135,8 @@ class Estimator:
             ranks = math.gcd(experts, self.hardware.per_node)
             single |= {"FSDP, experts over a node": FSDPConfig(ep=ranks)} if ranks > 1 else {}
         single |= {OFFLOADED: FSDPConfig(cpu_offload=True)}
-        single |= {ZERO[stage]: DeepSpeedConfig(stage=stage) for stage in (1, 2, 3)}
-        single |= {ZERO_2_OFFLOADED: DeepSpeedConfig(stage=2, offload_optimizer=True)}
-        single |= {ZERO_3_OFFLOADED: DeepSpeedConfig(stage=3, offload_optimizer=True, offload_params=True)}
+        for part in parts("backend").values():
+            single |= part.options.strategies()
         rows = [self.first_that_fits(name, [backend]) for name, backend in single.items()]
         tensor = (TPConfig(tp=tp) for tp in _divisors(self.hardware.per_node)[1:])
         if not any(isinstance(row, Estimate) and row.fits for row in rows) and self.hardware.devices > 1:

@@ -10,7 +10,6 @@ from importlib import metadata
 from wordrun.common import cgroup
 from wordrun.common.errors import ConfigError
 from wordrun.common.files import read_proc
-from wordrun.config.layouts import layout
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.launch.job import count_devices
@@ -58,7 +57,7 @@ class Comparison:
     def advice(self, room: Room) -> list[str]:
         """Return lines about what takes the memory, and what would fit into ``room``."""
         ranks, per_node = self.fit.layout.size, self.fit.per_node
-        plan = f"python -m wordrun.plan plan.device={self.device} plan.devices={ranks} plan.per_node={per_node}"
+        plan = f"wordrun plan plan.device={self.device} plan.devices={ranks} plan.per_node={per_node}"
         if self.room.device < 2**50:  # else it is unknown
             sharing = per_node if self.device == "cpu" else 1
             plan += f" plan.memory={self.room.device * sharing / 2**30:.1f}"
@@ -77,7 +76,7 @@ def refuse_before_torch(cfg: Config, world: World) -> None:
     memory = cgroup.memory()
     if memory is None or needs_torch(cfg.model) or not _runs_on_cpu(cfg):
         return
-    at = layout(cfg.backend, world.size, world.per_node)
+    at = cfg.backend.layout(world.size, world.per_node)
     cfg = replace(cfg, train=replace(cfg.train, dtype=least_dtype(cfg.train.dtype)))
     model = shapes_of(cfg.model, cfg.tokenizer.known_vocab_size or 1)
     fit = within_budget(Fit(cfg, model, at, world.local_size, on_cpu=True))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from wordrun.backend.options import FSDPConfig
 from wordrun.common.errors import ConfigError
-from wordrun.config.layouts import layout
 from wordrun.config.rules import accumulation, check
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
@@ -133,7 +132,7 @@ class Fit:
         if not cfg.backend.zero_bubble:
             yield "train.activation_checkpointing=full", full, self.layout
         if cfg.backend.replicated and self.layout.size > 1:
-            at = layout(FSDPConfig(), self.layout.size, self.per_node)
+            at = FSDPConfig().layout(self.layout.size, self.per_node)
             yield "train.backend=FSDP", replace(cfg, backend=FSDPConfig()), at
             both = "train.backend=FSDP train.activation_checkpointing=full"
             yield both, replace(full, backend=FSDPConfig()), at

@@ -15,19 +15,12 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
-from wordrun.backend.deepspeed.options import DeepSpeedConfig
-from wordrun.backend.diloco.options import DilocoConfig
 from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig
 from wordrun.config.rules import vocab_multiple
 from wordrun.plan.activations import activation_memory, kept_logits
 from wordrun.plan.shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
-from wordrun.plan.strategy import FP32, Strategy, in_flight, on_island, stages_of
+from wordrun.plan.strategy import FP32, Strategy, in_flight, registered, stages_of
 from wordrun.plan.traffic import Stages, messages, reduce_size, traffic
-
-DEEPSPEED_BUCKET = 500_000_000
-"""Number of elements that DeepSpeed gathers or reduces at once by default."""
-DEEPSPEED_LIVE = 1_000_000_000
-"""Default maximum number of gathered elements that ZeRO-3 keeps (stage3_max_live_parameters)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,8 @@ def memory_of_rank(
     options: BackendConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int
 ) -> Memory:
     """Return the memory of one rank under the backend in ``options``; for the other arguments see ``memory``."""
-    raise NoEstimateError(f"no estimate for train.backend={options.name}")
+    registered(memory_of_rank, options)
+    return memory_of_rank(options, model, strategy, checkpointing, pp_rank)
 
 
 @memory_of_rank.register(DDPConfig)
@@ -125,7 +119,7 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     separate = strategy.gas > 1 or not options.gradient_as_bucket_view
     if ranks > 1 and separate:
         buffers += FP32 * count
-    size, state = FP32 * count, _optimizer_state(strategy, shapes)
+    size, state = FP32 * count, optimizer_state(strategy, shapes)
     return Memory(
         parameters=size, gradients=size, optimizer=state, at_loss=buffers,
         buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a new gradient before accumulation
@@ -133,7 +127,7 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
     )  # fmt: skip
 
 
-def _optimizer_state(
+def optimizer_state(
     strategy: Strategy, shapes: Sequence[ParameterShape], tp: int = 1, shard: int = 1, ep: int = 1
 ) -> float:
     """Return the bytes of fp32 optimizer state, and of hooks.ema, for a rank's shards of parameters of ``shapes``."""
@@ -145,28 +139,6 @@ def _optimizer_state(
             raise NoEstimateError(f"no estimate for optimizer={optimizer.name}")
         need += FP32 * (values[0] * numel(some, tp, shard, ep) + values[1] * len(some))
     return need
-
-
-@memory_of_rank.register(DeepSpeedConfig)
-def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
-    """ZeRO (sections 5 and 7.2), with DeepSpeed's 16-bit parameters and gradients; offload as in ZeRO-Offload."""
-    count, ranks, size, stage = model.parameters, strategy.layout.dp, strategy.compute, options.stage
-    # From stage 1 up, and at any stage in 16 bits, the optimizer updates an fp32 copy of the parameters.
-    copy = FP32 if stage or size < FP32 else 0
-    states = {
-        "parameters": size * count / (ranks if stage == 3 else 1),
-        "gradients": size * count / (ranks if stage >= 2 else 1),
-        "optimizer": (copy * count + _optimizer_state(strategy, model.stage(model.layers))) / (ranks if stage else 1),
-    }
-    offloaded = ["parameters"] * options.offload_params + ["gradients", "optimizer"] * options.offload_optimizer
-    live = max(min(count, DEEPSPEED_LIVE), numel(model.block)) if stage == 3 else 0
-    bucket = min(count, options.bucket_elements or DEEPSPEED_BUCKET)
-    return Memory(
-        **_offload(states, offloaded, strategy),
-        buffers=size * (live + bucket),
-        at_loss=size * (live + bucket),
-        **activation_memory(model, strategy, checkpointing, model.layers),
-    )
 
 
 @memory_of_rank.register(FSDPConfig)
@@ -221,18 +193,6 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, checkpo
     )
 
 
-@memory_of_rank.register(DilocoConfig)
-def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
-    """An island's backend, with the outer weights and their momentum where its shards are."""
-    mine = on_island(strategy, options)
-    need = memory_of_rank(mine.backend, model, mine, checkpointing, pp_rank)
-    copies = 2 if options.outer_momentum else 1
-    outer = copies * FP32 * numel(model.stage(model.layers), shard=mine.layout.shards)
-    if getattr(mine.backend, "cpu_offload", False) and not strategy.on_cpu:
-        return replace(need, host=need.host + outer)
-    return replace(need, optimizer=need.optimizer + outer)
-
-
 def _gathered_size(strategy: Strategy) -> int:
     """Return the bytes per element of gathered parameters; 0 if all are local and already have the right type."""
     return 0 if strategy.layout.shards == 1 and strategy.compute == FP32 else strategy.compute
@@ -243,12 +203,12 @@ def _sharded_states(model: ModelShapes, strategy: Strategy, options: FSDPConfig,
     shapes = [each for layers in stages for each in model.stage(layers)]
     at = strategy.layout
     size = float(FP32 * numel(shapes, at.tp, at.shards, at.ep))
-    optimizer = _optimizer_state(strategy, shapes, at.tp, at.shards, at.ep)
+    optimizer = optimizer_state(strategy, shapes, at.tp, at.shards, at.ep)
     states = {"parameters": size, "gradients": size, "optimizer": optimizer}
-    return _offload(states, states if options.cpu_offload else (), strategy)
+    return offload(states, states if options.cpu_offload else (), strategy)
 
 
-def _offload(states: dict[str, float], names: Iterable[str], strategy: Strategy) -> dict[str, Any]:
+def offload(states: dict[str, float], names: Iterable[str], strategy: Strategy) -> dict[str, Any]:
     """Return ``states`` with ``names`` moved to host memory; on CPUs all memory is host memory."""
     moved = {} if strategy.on_cpu else {name: states[name] for name in names}
     return states | dict.fromkeys(moved, 0.0) | {"host": sum(moved.values())}

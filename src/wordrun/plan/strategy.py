@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from wordrun.backend.diloco.options import DilocoConfig
 from wordrun.backend.options import INTERLEAVED, BackendConfig, PPConfig
 from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
+from wordrun.plan.shapes import NoEstimateError
 
 FP32 = 4
 
@@ -54,11 +57,11 @@ class Strategy:
         return FP32 if unsharded or self.backend.replicated else self.compute
 
 
-def on_island(strategy: Strategy, options: DilocoConfig) -> Strategy:
-    """Return how each island of ``strategy`` trains."""
+def on_island(strategy: Strategy, inside: BackendConfig) -> Strategy:
+    """Return how each island of ``strategy`` trains, with the backend ``inside``."""
     cfg = strategy.cfg
     train, optimizer = replace(cfg.train, global_batch_size=None), replace(cfg.optimizer, gas=strategy.gas)
-    mine = replace(cfg, backend=options.inside(), train=train, optimizer=optimizer)
+    mine = replace(cfg, backend=inside, train=train, optimizer=optimizer)
     return replace(strategy, cfg=mine, layout=strategy.layout.of_island)
 
 
@@ -102,3 +105,16 @@ def bubble(strategy: Strategy) -> float:
     idle = (pp - 1) / (3 if options.schedule == "InterleavedZeroBubble" else 1)
     stages_per_rank = options.stages_per_rank if options.schedule in INTERLEAVED else 1
     return idle / (stages_per_rank * options.microbatches_of(strategy.cfg.model.batch_size, pp) * strategy.gas + idle)
+
+
+def registered(estimate: Callable[..., Any], options: BackendConfig) -> None:
+    """Have the module of ``options`` register its function for ``estimate``, a ``functools.singledispatch``.
+
+    Raises:
+        NoEstimateError: the plan does not cover this backend.
+    """
+    dispatch = estimate.dispatch  # type: ignore[attr-defined]
+    if options.estimates:
+        importlib.import_module(options.estimates)
+    if dispatch(type(options)) is dispatch(object):
+        raise NoEstimateError(f"no estimate for train.backend={options.name}")

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
-from wordrun.backend.deepspeed.options import DeepSpeedConfig
-from wordrun.backend.diloco.options import DilocoConfig
 from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig
 from wordrun.config.rules import context_attention
 from wordrun.model.options import MoEConfig
-from wordrun.plan.shapes import ModelShapes, NoEstimateError, numel
-from wordrun.plan.strategy import FP32, Strategy, on_island, stages_of
+from wordrun.plan.shapes import ModelShapes, numel
+from wordrun.plan.strategy import FP32, Strategy, registered, stages_of
 
 Stages = Sequence[Sequence[int]]
 """The block indices in each pipeline stage of a rank."""
@@ -44,22 +42,14 @@ def traffic(options: BackendConfig, model: ModelShapes, strategy: Strategy, pp_r
     Raises:
         NoEstimateError: the plan does not cover this backend.
     """
-    raise NoEstimateError(f"no estimate for train.backend={options.name}")
+    registered(traffic, options)
+    return traffic(options, model, strategy, pp_rank)
 
 
 @traffic.register(DDPConfig)
 def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
     ranks, size = strategy.layout.dp, 2 if options.compress == "bf16" else FP32
     return [Traffic("all_reduce", ranks, ring(2, ranks) * size * numel(model.stage(model.layers)))]
-
-
-@traffic.register(DeepSpeedConfig)
-def _zero(options: DeepSpeedConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
-    ranks, stage = strategy.layout.dp, options.stage
-    total = strategy.compute * model.parameters
-    sums = ring(1, ranks) * (strategy.gas if stage >= 2 else 1)
-    gathers = ring(1, ranks) * (2 * strategy.gas if stage == 3 else 1)
-    return [Traffic("reduce_scatter", ranks, total * sums), Traffic("all_gather", ranks, total * gathers)]
 
 
 @traffic.register(FSDPConfig)
@@ -85,15 +75,6 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
         *_tensor(model, strategy, stages),
         *context_traffic(model, strategy, stages),
     ]
-
-
-@traffic.register(DilocoConfig)
-def _diloco(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
-    """An island's own traffic, and the exchange among islands, as its share of a step."""
-    mine, islands = on_island(strategy, options), strategy.layout.islands
-    total = 4 * numel(model.stage(model.layers), shard=mine.layout.shards)
-    sent = ring(2, islands) * total / options.sync_every
-    return [*traffic(mine.backend, model, mine, pp_rank), Traffic("all_reduce", islands, sent)]
 
 
 def messages(options: PPConfig, model: ModelShapes, strategy: Strategy, stages: Stages) -> tuple[int, float]:

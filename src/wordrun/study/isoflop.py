@@ -14,7 +14,6 @@ import numpy as np
 from wordrun.commands.plan import vocabulary
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.config.compose import compose
-from wordrun.config.layouts import layout
 from wordrun.config.rules import accumulation, require_transformer
 from wordrun.config.schema import Config
 from wordrun.dist import World
@@ -142,7 +141,7 @@ def _run_of(
     """
     from wordrun.model.construction import meta_model  # imports torch, which --help should not wait for
 
-    model, at = meta_model(cfg.transformer, vocab_size), layout(cfg.backend, ranks, per_node)
+    model, at = meta_model(cfg.transformer, vocab_size), cfg.backend.layout(ranks, per_node)
     tokens = cfg.model.batch_size * at.dp * accumulation(cfg, at.dp) * cfg.transformer.block_size
     per_token = model.flops_per_token()
     steps = round(budget / (per_token * tokens))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import ConfigError, UserError, first_line, nearest
-from wordrun.config import layouts
 from wordrun.config.compose import compose
 from wordrun.config.registry import backends
 from wordrun.launch.request import Ranks
@@ -148,7 +147,7 @@ def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> list[s
         ConfigError: the run is impossible with these ranks.
     """
     cfg = compose([*overrides, "train.global_batch_size=null"])
-    dp = layouts.layout(cfg.backend, ranks.np, ranks.ppn).dp
+    dp = cfg.backend.layout(ranks.np, ranks.ppn).dp
     if sequences % dp:
         raise ConfigError(f"train.global_batch_size={sequences} cannot be divided by {dp} data-parallel ranks")
     share = sequences // dp

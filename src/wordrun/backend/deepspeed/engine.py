@@ -22,12 +22,15 @@ from wordrun.backend.precision import TORCH_DTYPES
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import average
 from wordrun.backend.transforms import compile_options, prepare
-from wordrun.checkpoint.saved import ENGINE
+from wordrun.checkpoint.folder import DamagedError
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.config.rules import accumulation
 from wordrun.dist import World
 from wordrun.model.base import LossesOf, Model
 from wordrun.model.construction import materialize
+
+ENGINE = "engine"
+"""The folder of DeepSpeed's files in a checkpoint."""
 
 
 class DeepSpeedBackend:
@@ -183,6 +186,30 @@ class DeepSpeedBackend:
             self.engine.load_checkpoint(str(folder), tag=ENGINE)
             found = torch.load(self._own_file(folder)) if rank_tensors else {}
         return {name: found[name] for name in rank_tensors}
+
+    @staticmethod
+    def read_weights(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint that DeepSpeed wrote, unsharded and in fp32.
+
+        Raises:
+            UserError: DeepSpeed is not installed.
+            DamagedError: its files cannot be read.
+        """
+        try:
+            convert = importlib.import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
+        except ImportError as error:
+            raise UserError(
+                f"{folder} was written by DeepSpeed, which is needed to read it ({error}): "
+                "pip install 'wordrun[deepspeed]'"
+            ) from None
+        try:
+            with compat.deepspeed_reads_data_only(folder / ENGINE):
+                state = convert(str(folder), tag=ENGINE)
+            return {name: state[name] for name in names}
+        except UserError:
+            raise
+        except Exception as error:  # the files may contain anything
+            raise DamagedError(f"{folder / ENGINE} is damaged: {first_line(error)}") from error
 
     def _own_file(self, folder: Path) -> Path:
         return folder / ENGINE / f"rank-{self.spec.world.rank:05d}.pt"

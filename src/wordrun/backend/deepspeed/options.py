@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from wordrun.backend.deepspeed import settings
 from wordrun.backend.options import BackendConfig
+from wordrun.common.errors import ConfigError
 from wordrun.common.validation import not_negative, positive
+from wordrun.dist.mesh import Layout
 
 
 @dataclass
@@ -16,6 +20,7 @@ class DeepSpeedConfig(BackendConfig):
 
     own_engine: ClassVar[bool] = True
     always_shown: ClassVar[tuple[str, ...]] = ("stage",)
+    estimates: ClassVar[str] = "wordrun.backend.deepspeed.estimates"
 
     name: str = "deepspeed"
     """Name of the backend; set by train.backend."""
@@ -62,3 +67,26 @@ class DeepSpeedConfig(BackendConfig):
                 "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
                 "use train.compile=false, backend.stage=2, or train.backend=FSDP"
             )
+
+    def conflicts_on(self, cfg: Any, at: Layout | None, gas: int | None) -> Iterable[str]:
+        """Return why DeepSpeed cannot run, and where its config file contradicts the run's options."""
+        if importlib.util.find_spec("deepspeed") is None:
+            yield "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
+        if cfg.train.memory_checkpoint_interval:
+            yield (
+                "train.memory_checkpoint_interval needs wordrun's own checkpoints, and train.backend=deepspeed writes "
+                "DeepSpeed's: set it to 0, or use train.backend=FSDP"
+            )
+        try:
+            settings.merge(cfg, self, cfg.train.dtype, at.size if at else None, gas)
+        except ConfigError as error:
+            yield from str(error).splitlines()
+
+    @classmethod
+    def strategies(cls) -> dict[str, BackendConfig]:
+        """Return the stages, and those that can keep a part in host memory."""
+        return {
+            **{f"DeepSpeed ZeRO-{stage}": cls(stage=stage) for stage in (1, 2, 3)},
+            "DeepSpeed ZeRO-2, offload": cls(stage=2, offload_optimizer=True),
+            "DeepSpeed ZeRO-3, offload": cls(stage=3, offload_optimizer=True, offload_params=True),
+        }

@@ -7,9 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.backend.deepspeed.options import DeepSpeedConfig
 from wordrun.common.errors import ConfigError
-from wordrun.config.schema import Config
 from wordrun.train.optim.options import OptimizerConfig
 from wordrun.train.options import DTYPES
 
@@ -23,12 +21,12 @@ REFUSED = {
 """Unsupported blocks and the reasons."""
 
 
-def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None) -> dict[str, Any]:
+def merge(cfg: Any, backend: Any, dtype: str, ranks: int | None, gas: int | None) -> dict[str, Any]:
     """Return the settings for DeepSpeed's engine.
 
     Args:
         cfg: the run's config.
-        backend: the run's DeepSpeed options.
+        backend: the run's DeepSpeedConfig.
         dtype: compute precision; auto if not known yet, which skips its comparison.
         ranks: number of ranks; None if unknown, which skips comparisons that depend on it.
         gas: micro-steps per optimizer step; None as for ``ranks``.
@@ -65,9 +63,7 @@ def merge(cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, 
     return _without_auto(merged) | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def _settings(
-    cfg: Config, backend: DeepSpeedConfig, dtype: str, ranks: int | None, gas: int | None
-) -> dict[str, tuple[str, Any]]:
+def _settings(cfg: Any, backend: Any, dtype: str, ranks: int | None, gas: int | None) -> dict[str, tuple[str, Any]]:
     """Map each DeepSpeed key that the run determines to the option that sets it, and its value."""
     optimizer, device = cfg.optimizer, {True: "cpu", False: "none"}
     settings: dict[str, tuple[str, Any]] = {

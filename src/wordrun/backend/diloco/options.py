@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.common.section import field_types, fits, value_text
 from wordrun.common.validation import above_zero, fractions, positive
+from wordrun.dist.mesh import Layout, resolve
 from wordrun.train.options import DTYPES
 
 
@@ -18,6 +19,7 @@ class DilocoConfig(BackendConfig):
     """DiLoCo, for slow links: islands of ranks train alone, and exchange weights every backend.sync_every steps."""
 
     independent: ClassVar[bool] = True
+    estimates: ClassVar[str] = "wordrun.backend.diloco.estimates"
 
     name: str = "diloco"
     """Name of the backend; set by train.backend."""
@@ -74,6 +76,30 @@ class DilocoConfig(BackendConfig):
             )
         if DTYPES.get(cfg.train.dtype) == "fp16":
             yield "train.dtype=fp16 would scale losses differently on each island: use train.dtype=bf16 or fp32"
+
+    def layout(self, ranks: int, per_node: int) -> Layout:
+        """Return the layout of ``ranks`` ranks; islands are its outermost copies."""
+        islands = self.count(ranks, per_node)
+        each, inside = ranks // islands, self.inside()
+        if each == 1 and inside.sharded:
+            raise ConfigError(
+                f"backend.inner=FSDP shards the model across the ranks of an island, and each of the {islands} islands "
+                "has only one: use a smaller backend.islands, or backend.inner=DDP"
+            )
+        try:
+            at = resolve(each, min(each, per_node), inside.axes())
+        except ConfigError as error:
+            raise ConfigError(f"inside each island of {each} ranks: {self.of_inner(str(error))}") from None
+        return replace(at, replicate=at.replicate * islands, islands=islands)
+
+    def conflicts_on(self, cfg: Any, at: Layout | None, gas: int | None) -> Iterable[str]:
+        """Return where the options of ``cfg`` contradict those of the islands' backend."""
+        if at is None:
+            return
+        inside = self.inside()
+        if inside.one_micro_step and gas != 1:
+            yield "backend.inner_options.static_graph=true needs one micro-step per step: omit it, or optimizer.gas"
+        yield from map(self.of_inner, inside.conflicts_on(cfg, at.of_island, gas))
 
     def inside(self) -> BackendConfig:
         """Return the options of the inner backend.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from wordrun.common.errors import nearest
 from wordrun.common.section import Section
-from wordrun.common.validation import one_of, positive
-from wordrun.config.registry import parts
+from wordrun.common.validation import positive
 
 BUILT_FROM = ("sample", "characters")
 """What of the text a tokenizer can be built from."""
@@ -23,7 +22,6 @@ class TokenizerConfig(Section):
 
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
-        yield from one_of("tokenizer.name", self.name, parts("tokenizer"))
         if self.built_from not in (*BUILT_FROM, ""):
             yield (
                 f"{type(self).__name__}.built_from={self.built_from!r} should be 'sample' (texts of the data), "

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wordrun.common.errors import ranges
-from wordrun.dist import torch_private
 from wordrun.dist.hang import stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
@@ -71,6 +70,8 @@ class Answer:
 
 def collectives(size: int) -> dict[str, Any]:
     """Return what a ``hang.Answer`` of one of ``size`` ranks says of collectives: groups, pending, last and recent."""
+    from wordrun.dist import torch_private  # imports torch
+
     records = torch_private.flight_records() if is_joined() else []
     last: dict[str, int] = {}
     for record in records:

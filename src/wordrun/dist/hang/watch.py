@@ -3,7 +3,7 @@
 Each rank has a thread that sleeps most of the time. It compares a counter, which the main thread advances, with what it
 was: nothing is sent while all is well. When a rank is late, it leaves a request in a folder that all hosts share; every
 rank's thread finds it, and adds a file with its stacks and the collectives that it waits for. The lowest rank that
-answers groups them into one message (``wordrun.dist.hang.report``). A rank that cannot answer, since it was stopped or its
+answers groups them into one message (``report.py``). A rank that cannot answer, since it was stopped or its
 interpreter's lock is held, is described by another one on its host. Files, unlike the store, do not depend on rank 0.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 
 from wordrun.common import ends, files, slurm, stack_requests
 from wordrun.common.log import LOGGER
-from wordrun.dist import torch_private
 from wordrun.dist.hang import report, stacks
 from wordrun.dist.mesh import Layout
 from wordrun.dist.world import World, discover
@@ -252,6 +251,8 @@ class Waits:
         limit = self.hang_s if report.is_joined() else START_FACTOR * self.hang_s
         if now - self._call[1] > limit:
             return limit
+        from wordrun.dist import torch_private  # imports torch
+
         counts = torch_private.collective_counts() if report.is_joined() else {}
         self._seen = {
             group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)

@@ -1,7 +1,0 @@
-"""``python -m wordrun.plan``."""
-
-import sys
-
-from wordrun.commands.plan import main
-
-sys.exit(main())

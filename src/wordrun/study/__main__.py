@@ -1,7 +1,0 @@
-"""``python -m wordrun.study``."""
-
-import sys
-
-from wordrun.commands.study import main
-
-sys.exit(main())
