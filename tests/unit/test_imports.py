@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -272,3 +273,18 @@ def test_nothing_sets_an_attribute_of_another_modules_object() -> None:
             and ast.unparse(node.value) not in ("self", "cls", "LogHandle", "ctx")
         ]  # fmt: skip
     assert foreign == []
+
+
+def test_deepspeed_and_diloco_are_parts_like_any(command: Command, tmp_path: Path) -> None:
+    """Nothing needs their folders but the lines that register them."""
+    for name in ("deepspeed", "diloco"):
+        users = {module for module in MODULES for each in imported(module) if f".backend.{name}" in each}
+        assert {module for module in users if f".backend.{name}" not in module} == set()
+    copied = tmp_path / "copied" / "wordrun"
+    shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("deepspeed", "diloco", "__pycache__"))
+    check = f"import wordrun; assert wordrun.__file__.startswith({str(copied)!r})"
+    train = "import sys; from wordrun.cli import main; sys.exit(main())"
+    words = ["data=sample", "train=smoke", "train.max_iters=2"]
+    done = command(sys.executable, "-c", f"{check}\n{train}", *words, PYTHONPATH=str(copied.parent))
+    assert done.returncode == 0, done.stderr
+    assert len(list(Path("outputs").glob("sample/*/*/checkpoints/step-*"))) == 1
