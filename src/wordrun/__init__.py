@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from wordrun.common.lazy import attribute
 from wordrun.common.version import __version__
 
 if TYPE_CHECKING:
@@ -30,20 +31,14 @@ __all__ = ["Trainer", "__version__", "compose", "load", "load_tokenizer", "regis
 
 def __getattr__(name: str) -> Any:
     # Lazy, so that `launch --help` pays neither for Hydra nor for torch.
-    if name == "compose":
-        from wordrun.config.compose import compose
-
-        return compose
-    if name == "register":
-        from wordrun.config.registry import register
-
-        return register
-    if name in ("load", "load_tokenizer"):
-        from wordrun import api
-
-        return getattr(api, name)
-    if name == "Trainer":
-        from wordrun.train.trainer import Trainer
-
-        return Trainer
-    raise AttributeError(f"module 'wordrun' has no attribute {name!r}")
+    return attribute(
+        __name__,
+        name,
+        {
+            "Trainer": "wordrun.train.trainer",
+            "compose": "wordrun.config.compose",
+            "load": "wordrun.api",
+            "load_tokenizer": "wordrun.api",
+            "register": "wordrun.config.registry",
+        },
+    )
