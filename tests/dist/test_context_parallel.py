@@ -59,7 +59,7 @@ FOUR = {
     "modern-pp": [*PP, "backend.pp=2", "backend.cp=2"],
     "llama-pp": [*PP, "backend.pp=2", "backend.cp=2", "backend.cp_attention=gather"],
 }
-WITH_BF16 = "compat.cpu_is_fast_at_bf16 = lambda: True"  # so that bf16 is not replaced
+WITH_BF16 = "torch_private.cpu_is_fast_at_bf16 = lambda: True"  # so that bf16 is not replaced
 
 
 def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> None:

@@ -127,7 +127,7 @@ def walk(optimizer):
 
     if getattr(made, "replica", None) is not None:
         made.replica.register_comm_hook(None, summed)
-        compat.settle_buckets(made.replica)
+        torch_private.settle_buckets(made.replica)
     made.grad_clip = 1e-6
     made.optimizer.register_step_post_hook(count)
     clock = Stopwatch(made.device)

@@ -126,7 +126,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from net import NetConfig
 from torch import Tensor
-from wordrun.config.images import ImagesConfig
+from wordrun.config import ImagesConfig
 from wordrun.data.examples import ExampleOrder, FixedExamples
 from wordrun.data.loader import Loader
 from wordrun.data.tensor_batch import TensorBatch
