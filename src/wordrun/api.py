@@ -15,9 +15,12 @@ from wordrun.model.base import Model
 
 
 def load(
-    run: str | Path = "outputs/latest", checkpoint: str | int = "latest", *, weights: str = "model",
+    run: str | Path = "outputs/latest",
+    checkpoint: str | int = "latest",
+    *,
+    weights: str = "model",
     device: str | torch.device = "cpu",
-) -> Model:  # fmt: skip
+) -> Model:
     """Return the trained model of a run, an ``nn.Module`` in evaluation mode and fp32, whatever ranks saved it.
 
     ``model.cfg`` has the options of wordrun's own models. Parts of a project are found as in a run: call this in its

@@ -39,17 +39,23 @@ class CheckError(UserError):
 @ends.unfinished()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks with ``argv`` (default: the command line) and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m wordrun.test_dist", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m wordrun.test_dist", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or xpu (default auto)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds until a stuck collective fails (default 120)")
     parser.add_argument("--bench", action="store_true", help="measure bandwidths instead of training")
     parser.add_argument("--sizes", default="1KB..64MB", help="sizes for --bench, in steps of 4 (default 1KB..64MB)")
-    parser.add_argument("--layout", default="", metavar="AXIS=N,...", help="also measure the axes of this layout "
-                        "(pp, replicate, shard, cp, tp), such as shard=4,tp=2")  # fmt: skip
-    parser.add_argument("--out", metavar="DIR", help="folder for bandwidth.json and bandwidth.png "
-                        "(default outputs/bandwidth/TIME)")  # fmt: skip
+    parser.add_argument(
+        "--layout",
+        default="",
+        metavar="AXIS=N,...",
+        help="also measure the axes of this layout (pp, replicate, shard, cp, tp), such as shard=4,tp=2",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder for bandwidth.json and bandwidth.png (default outputs/bandwidth/TIME)"
+    )
     parser.add_argument("--no-profile", action="store_true", help="leave out the PyInstrument profile")
     args = parser.parse_args(argv)
 

@@ -172,9 +172,13 @@ class Backend(Protocol):
         """
 
     def load(
-        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None,
+        fetch: Fetch | None = None,
+    ) -> dict[str, Tensor]:
         """Restore the training state from a checkpoint written by any layout of ranks.
 
         Args:

@@ -246,9 +246,11 @@ class NativeBackend:
             theirs.copy_(kept)
 
     def begin_save(
-        self, rank_tensors: Mapping[str, Tensor], weight_like: Mapping[str, Tensor] | None = None,
+        self,
+        rank_tensors: Mapping[str, Tensor],
+        weight_like: Mapping[str, Tensor] | None = None,
         memory_writer: MemoryWriter | None = None,
-    ) -> Save:  # fmt: skip
+    ) -> Save:
         """Copy the part of the training state that this rank writes to host memory."""
         mine = self.shards_to_write(weight_like or {})
         written = [*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in rank_tensors.items())]
@@ -259,9 +261,12 @@ class NativeBackend:
             return Save(self.facts(), lambda folder: complete(), in_background=True, shards=self.ranks)
         copies = self.copies.take(written)
         return Save(
-            self.facts(), lambda folder: shards.write(folder, copies, self.rank, tensors), in_background=True,
-            finish=lambda folder: shards.write_index(folder, firsts), shards=self.ranks,
-        )  # fmt: skip
+            self.facts(),
+            lambda folder: shards.write(folder, copies, self.rank, tensors),
+            in_background=True,
+            finish=lambda folder: shards.write_index(folder, firsts),
+            shards=self.ranks,
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what ``load`` needs besides the files."""
@@ -275,9 +280,13 @@ class NativeBackend:
         return shards.to_write(state, self.layout.of_parameters, self.rank, self._rows_of(state))
 
     def load(
-        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None,
+        fetch: Fetch | None = None,
+    ) -> dict[str, Tensor]:
         """Read this rank's shards and its ``rank_tensors``."""
         require_shards(folder, facts, on_islands=self.on_islands)
         stored = self.stored(folder, facts)
@@ -294,9 +303,13 @@ class NativeBackend:
         return mine | (shards.read_own(folder, self.rank, others) if others else {})
 
     def read(
-        self, folder: Path, tensors: dict[str, Any], stored: Mapping[str, StoredTensor], fetch: Fetch | None,
+        self,
+        folder: Path,
+        tensors: dict[str, Any],
+        stored: Mapping[str, StoredTensor],
+        fetch: Fetch | None,
         files: Iterable[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fill this rank's shards of ``tensors`` with the values in ``folder``; ``files`` of it will be needed, too."""
         unpadded = {name: shards.shard_of(name, tensors[name], n) for name, n in self._rows_of(tensors).items()}
         if fetch is not None:

@@ -44,9 +44,13 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
     """
 
     def __init__(
-        self, parameters: Named, matrices: Mapping[str, Rows] | None = None, group: Any = None,
-        device: torch.device | None = None, layout: Layout | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Named,
+        matrices: Mapping[str, Rows] | None = None,
+        group: Any = None,
+        device: torch.device | None = None,
+        layout: Layout | None = None,
+    ) -> None:
         super().__init__(parameters)
         self.matrices = {name: Rows() for name, p in self if p.dim() >= 2} if matrices is None else matrices
         self.group, self.device, self.layout = group, device, layout or Layout()
@@ -92,8 +96,12 @@ def warn_of_left_out(optimizer: Optimizer, parameters: Named, part: str, *, ever
         shown = ", ".join(out[:3]) + ", ..." * (len(out) > 3)
         LOGGER.warning(
             "%s leaves out %d of %d trainable parameters: %s (set requires_grad=False if that is intended)",
-            part, len(out), len({*names}), shown, extra=FIRST_RANK,
-        )  # fmt: skip
+            part,
+            len(out),
+            len({*names}),
+            shown,
+            extra=FIRST_RANK,
+        )
 
 
 def scale_rates(optimizer: Optimizer, hidden: set[nn.Parameter], factors: tuple[float, float]) -> None:
@@ -236,9 +244,13 @@ class Restored:
     """
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Named, stored: Mapping[str, StoredTensor],
-        unpadded_rows: Mapping[tuple[str, torch.Size], int], groups: GroupValues,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Optimizer,
+        parameters: Named,
+        stored: Mapping[str, StoredTensor],
+        unpadded_rows: Mapping[tuple[str, torch.Size], int],
+        groups: GroupValues,
+    ) -> None:
         self.optimizer, self.parameters, self.unpadded_rows = optimizer, list(parameters), unpadded_rows
         self.groups, self.stored = groups, stored
         self.tensors: dict[str, Tensor] = {name: stored[name].empty() for name in stored if name.startswith(GROUPS)}

@@ -105,9 +105,13 @@ class PipelineBackend(FSDPBackend):
                 yield ("tokens.weight" if copy else name), parameter
 
     def load(
-        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None,
+        fetch: Fetch | None = None,
+    ) -> dict[str, Tensor]:
         """Read this rank's shards and its ``rank_tensors``."""
         mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
         self._copy_tied_weight()

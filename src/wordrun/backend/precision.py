@@ -34,8 +34,10 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     if name != asked and asked != "auto":
         LOGGER.info(
             "train.dtype=%s: this %s has no fast %s and would emulate it, so the run computes in fp32",
-            asked, "processor" if device.type == "cpu" else torch.accelerator.current_accelerator(), asked,
-        )  # fmt: skip
+            asked,
+            "processor" if device.type == "cpu" else torch.accelerator.current_accelerator(),
+            asked,
+        )
     return TORCH_DTYPES[name]
 
 

@@ -76,8 +76,12 @@ class Unused:
             LOGGER.warning(
                 "%s: %s got no gradient in step %d, and a step does not change such parameters: remove them, or freeze "
                 "them (requires_grad=False); with several ranks, train.backend=DDP needs %s for them",
-                part_of("model", self.options), _listed(names), self.step + 1, self.option, extra=FIRST_RANK,
-            )  # fmt: skip
+                part_of("model", self.options),
+                _listed(names),
+                self.step + 1,
+                self.option,
+                extra=FIRST_RANK,
+            )
         self._warns = False
 
     @contextlib.contextmanager

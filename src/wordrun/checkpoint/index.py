@@ -118,9 +118,7 @@ class StoredTensor:
     def plain(self) -> dict[str, Any]:
         """Return the entry of the index."""
         assert isinstance(self.division, Divided)
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, **self.division.plain(self.shape)
-        }  # fmt: skip
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, **self.division.plain(self.shape)}
 
 
 def load(folder: Path) -> dict[str, StoredTensor]:

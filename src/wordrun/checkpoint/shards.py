@@ -175,11 +175,14 @@ def write(
     mine = {shard.name: shard.data.contiguous() for shard in shards}
     described = {
         shard.name: {
-            "dtype": str(shard.data.dtype).removeprefix("torch."), "shape": shard.shape, "offset": shard.offset,
-            "size": shard.data.shape, "crc32": zlib.crc32(_bytes(mine[shard.name])),
+            "dtype": str(shard.data.dtype).removeprefix("torch."),
+            "shape": shard.shape,
+            "offset": shard.offset,
+            "size": shard.data.shape,
+            "crc32": zlib.crc32(_bytes(mine[shard.name])),
         }
         for shard in shards
-    }  # fmt: skip
+    }
     texts = {"shards": json.dumps(described), "tensors": json.dumps({name: t.plain() for name, t in tensors.items()})}
     path = folder / file_of(rank)
     save_file(mine, path, {"format": "pt", **texts, "crc32": sums.UNSEALED})

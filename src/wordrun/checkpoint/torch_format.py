@@ -24,12 +24,18 @@ RECORDS = {
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     ),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # Python 3.13
-}  # fmt: skip
+}
 """The names in such an index, by module."""
 
 
@@ -74,10 +80,14 @@ def parse(content: bytes) -> dict[str, Any]:
             shapes[name, tuple(_size(chunk.state["offsets"]))] = _size(chunk.state["sizes"])
     for key, record in facts["storage_data"].items():
         name, offset, entry = key.state["fqn"], _size(key.state["offset"]), record.state
-        tensors[name]["shards"].append({
-            "file": entry["relative_path"], "offset": offset, "shape": shapes[name, tuple(offset)],
-            "span": [entry["offset"], entry["length"]],
-        })  # fmt: skip
+        tensors[name]["shards"].append(
+            {
+                "file": entry["relative_path"],
+                "offset": offset,
+                "shape": shapes[name, tuple(offset)],
+                "span": [entry["offset"], entry["length"]],
+            }
+        )
     return tensors
 
 

@@ -94,10 +94,12 @@ HYDRA = {
 MODULES = {"wordrun": "train, and the other commands", "wordrun.test_dist": "a smoke test of ranks and collectives"}
 COMMANDS = {"python": "", "wordrun": "train, and the other commands"}
 OPTIONS = {
-    "generate": "wordrun.commands.generate:GenerateConfig", "export": "wordrun.commands.export:ExportConfig",
-    "ls": "wordrun.commands.ls:LsConfig", "tail": "wordrun.commands.tail:TailConfig",
+    "generate": "wordrun.commands.generate:GenerateConfig",
+    "export": "wordrun.commands.export:ExportConfig",
+    "ls": "wordrun.commands.ls:LsConfig",
+    "tail": "wordrun.commands.tail:TailConfig",
     "report": "wordrun.commands.report:ReportConfig",
-}  # fmt: skip
+}
 """The options of the commands that do not take those of a run."""
 
 Found = Iterable[tuple[str, str]]

@@ -183,9 +183,10 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
             file=sys.stderr,
         )
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.block_size,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": cfg.block_size,
         "clean_up_tokenization_spaces": False,  # a space before a comma is part of the text
-    }  # fmt: skip
+    }
     if (data := saved.config.text).kind == "pairs":
         text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
         settings["chat_template"] = chat_template(data.template, text)
@@ -223,11 +224,15 @@ def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
     if saved.tokenizer_json:
         (folder / folders.TOKENIZER).write_text(saved.tokenizer_json, encoding="utf-8")
     files = folders.describe(folder, [path.name for path in folder.iterdir()])
-    folders.write_manifest(folder, {
-        **{name: saved.manifest[name] for name in ("step", *ARGUMENTS) if name in saved.manifest},
-        "config": to_plain(saved.config),
-        "backend": {"kind": "weights"}, "files": files,
-    })  # fmt: skip
+    folders.write_manifest(
+        folder,
+        {
+            **{name: saved.manifest[name] for name in ("step", *ARGUMENTS) if name in saved.manifest},
+            "config": to_plain(saved.config),
+            "backend": {"kind": "weights"},
+            "files": files,
+        },
+    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

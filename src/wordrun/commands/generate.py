@@ -136,9 +136,15 @@ def write(options: GenerateConfig) -> None:
     _say(_training(saved))
     block_size = saved.config.text_model.block_size
     sampled = partial(
-        generate, predictor(model), length=options.length, block_size=block_size, temperature=options.temperature,
-        top_k=options.top_k, top_p=options.top_p, seed=options.seed,
-    )  # fmt: skip
+        generate,
+        predictor(model),
+        length=options.length,
+        block_size=block_size,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
     if talks:
         slide = max(options.slide, block_size // 4)  # or each token would recompute a full context
         converse(
@@ -151,9 +157,10 @@ def write(options: GenerateConfig) -> None:
     show(begin[hidden:].tolist())
     start = time.perf_counter()
     texts = sampled(
-        begin.expand(options.num_samples, -1).to(device), slide=options.slide,
+        begin.expand(options.num_samples, -1).to(device),
+        slide=options.slide,
         on_tokens=lambda column: show(column[:1].tolist()),
-    )  # fmt: skip
+    )
     seconds = time.perf_counter() - start
     show.end()
     for number, text in enumerate(texts[1:].cpu().numpy(), start=2):

@@ -125,9 +125,12 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
 def _progress_shown(world: dist.World, handle: log.LogHandle, name: str) -> Iterator[run.Show]:
     """Show the progress of all ranks on rank 0: a bar on a terminal, otherwise occasional log lines."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[counts]}"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[counts]}"),
+        TimeRemainingColumn(),
+    )
     screen = handle.screen
     hidden = world.rank != 0 or not screen.is_terminal
     logged = time.monotonic()

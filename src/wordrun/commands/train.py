@@ -40,8 +40,13 @@ from wordrun.train.hints import own_command
 
 SWITCHES = ("--help -h", "--hydra-help", "--run -r", "--multirun -m", "--resolve", "--shell-completion -sc")
 SETTINGS = (
-    "--cfg -c", "--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun",
-)  # fmt: skip
+    "--cfg -c",
+    "--package -p",
+    "--config-path -cp",
+    "--config-name -cn",
+    "--config-dir -cd",
+    "--experimental-rerun",
+)
 FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SETTINGS)))
 
 
@@ -267,8 +272,14 @@ def unknown_flags(arguments: Sequence[str]) -> list[str]:
         if not equals and follows and not follows[0].startswith("-") and "=" not in follows[0]:
             value = follows[0]
         name = flag[2:].replace("-", "_")
-        keys = [f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
-                for part in schemas(group).values() if not part.origin for field in fields(part.options)]  # fmt: skip
+        keys = [
+            f"{group}.{field.name}"
+            for group in SECTIONS
+            if group not in SEVERAL
+            for part in schemas(group).values()
+            if not part.origin
+            for field in fields(part.options)
+        ]
         same = [key for key in (*keys, *SECTIONS) if name in (key, key.rpartition(".")[2])]
         found = list(dict.fromkeys(filter(None, [synonyms.OPTIONS.get(name), *same])))
         remedy = " or ".join(f"{key}={value or 'VALUE'}" for key in found[:3])

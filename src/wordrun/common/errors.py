@@ -109,8 +109,11 @@ def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.Fra
     walked = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = traceback.extract_tb(error.__traceback__)
     own = [str(frame.f_globals.get("__name__")).partition(".")[0] == package != "wordrun" for frame in walked]
-    return [each for each, inside in zip(found, own, strict=False)
-            if each.filename == file or (inside and each.filename[:1] != "<")]  # fmt: skip
+    return [
+        each
+        for each, inside in zip(found, own, strict=False)
+        if each.filename == file or (inside and each.filename[:1] != "<")
+    ]
 
 
 def with_page(error: UserError) -> str:

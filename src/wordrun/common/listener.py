@@ -47,9 +47,13 @@ class Listener:
     """
 
     def __init__(
-        self, address: str, selector: selectors.BaseSelector, admit: Callable[[socket.socket, bytes], None],
-        family: socket.AddressFamily = socket.AF_INET, port: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        selector: selectors.BaseSelector,
+        admit: Callable[[socket.socket, bytes], None],
+        family: socket.AddressFamily = socket.AF_INET,
+        port: int = 0,
+    ) -> None:
         self._selector, self._admit = selector, admit
         self._unknown: dict[socket.socket, tuple[float, bytes]] = {}
         """When each connection is closed, and what it has sent; the oldest is the first."""

@@ -67,10 +67,12 @@ def task_variables(env: Mapping[str, str], rank: int, local: int, node: int, lay
         return {}
     size, each = str(sum(layout)), ",".join(map(str, layout))
     return {
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), size),
         **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
-    }  # fmt: skip
+    }
 
 
 def network(library: str, env: Mapping[str, str]) -> str:

@@ -42,10 +42,17 @@ OPTIONS = {theirs: ours for ours, names in _OPTIONS.items() for theirs in names.
 VALUES = {"gpu": "cuda", "nvidia": "cuda", "half": "fp16", "tb": "tensorboard", "zero": "deepspeed", "tiktoken": "gpt2"}
 """Values of options under other names."""
 COMMANDS = {
-    "help": "wordrun --help", "version": "wordrun --version", "list": "wordrun ls", "log": "wordrun tail",
-    "logs": "wordrun tail", "sample": "wordrun generate", "chat": "wordrun generate", "doctor": "launch --doctor",
-    "info": "launch --info", "submit": "launch --submit",
-}  # fmt: skip
+    "help": "wordrun --help",
+    "version": "wordrun --version",
+    "list": "wordrun ls",
+    "log": "wordrun tail",
+    "logs": "wordrun tail",
+    "sample": "wordrun generate",
+    "chat": "wordrun generate",
+    "doctor": "launch --doctor",
+    "info": "launch --info",
+    "submit": "launch --submit",
+}
 """Words that are no commands of wordrun, and what does the same."""
 GONE: dict[str, str] = {
     "plan.speeds": "wordrun study scaling measures the time of a step",

@@ -37,9 +37,15 @@ from wordrun.train.options import DTYPES, ScheduleConfig
 
 # Hydra's own settings that a run uses; others would be silently ignored.
 HYDRA_SETTINGS = (
-    "hydra.run.", "hydra.searchpath", "hydra.sweep.", "hydra.sweep=", "hydra/launcher", "hydra.launcher.",
-    "hydra/sweeper", "hydra.sweeper.",
-)  # fmt: skip
+    "hydra.run.",
+    "hydra.searchpath",
+    "hydra.sweep.",
+    "hydra.sweep=",
+    "hydra/launcher",
+    "hydra.launcher.",
+    "hydra/sweeper",
+    "hydra.sweeper.",
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,13 @@ class Tree:
 
 
 def compose(
-    overrides: Sequence[str] = (), *, tree: Tree | None = None, ranks: int | None = None, per_node: int | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    tree: Tree | None = None,
+    ranks: int | None = None,
+    per_node: int | None = None,
     checked: bool = True,
-) -> Config:  # fmt: skip
+) -> Config:
     """Return the validated Config for command-line ``overrides``.
 
     Args:
@@ -77,8 +87,11 @@ def compose(
         if conf and (root := Path(conf) / f"{tree.name}.yaml").is_file() and not tree.path:
             LOGGER.warning(
                 "%s is not read, because wordrun's own %s is the root of the config: move its settings to "
-                "%s/experiment/NAME.yaml, and choose them with experiment=NAME", root, root.name, conf,
-            )  # fmt: skip
+                "%s/experiment/NAME.yaml, and choose them with experiment=NAME",
+                root,
+                root.name,
+                conf,
+            )
     for override in overrides:
         if (old := name_of(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
@@ -149,9 +162,13 @@ def _run_to_continue(composed: DictConfig) -> str | None:
 
 
 def to_config(
-    composed: DictConfig, *, run_dir: str | None = None, ranks: int | None = None, per_node: int | None = None,
+    composed: DictConfig,
+    *,
+    run_dir: str | None = None,
+    ranks: int | None = None,
+    per_node: int | None = None,
     checked: bool = True,
-) -> Config:  # fmt: skip
+) -> Config:
     """Return the Config of a composed tree, validated if ``checked``; ``run_dir`` defaults to ``hydra.run.dir``.
 
     Raises:

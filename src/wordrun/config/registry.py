@@ -182,8 +182,9 @@ def _problem_with(part: Part) -> str:
             return f"{part}: {what!r} should be 'package.module:Name'"
     taken = _parts[kind].get(name.lower())
     if taken and (_spelled(taken.declared), _spelled(taken.implementation)) != (
-        _spelled(part.declared), _spelled(part.implementation)
-    ):  # fmt: skip
+        _spelled(part.declared),
+        _spelled(part.implementation),
+    ):
         return f"{part}: the name is taken by {taken}; choose another"
     if (
         part.origin

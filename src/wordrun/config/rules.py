@@ -164,9 +164,11 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     missing = [axis for axis, is_wanted in wanted.items() if is_wanted and axis not in cfg.model.divides]
     for axis in missing:
         what = {
-            "cp": "its sequences can be divided among", "tp": "its matrices can be divided among",
-            "pp": "its layers can be divided into stages for", "ep": "experts can be divided among",
-        }[axis]  # fmt: skip
+            "cp": "its sequences can be divided among",
+            "tp": "its matrices can be divided among",
+            "pp": "its layers can be divided into stages for",
+            "ep": "experts can be divided among",
+        }[axis]
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
             f"say how {what} ranks: use train.backend=DDP or FSDP{', with backend.ep' * ('ep' in cfg.model.divides)}"

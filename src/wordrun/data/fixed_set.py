@@ -46,10 +46,17 @@ class FixedSet:
     """
 
     def __init__(
-        self, tokens: Array, block_size: int, batch_size: int, count: int | None,
-        rank: int = 0, size: int = 1, eot: int | None = None, parts: Sequence[tuple[int, float]] = (),
+        self,
+        tokens: Array,
+        block_size: int,
+        batch_size: int,
+        count: int | None,
+        rank: int = 0,
+        size: int = 1,
+        eot: int | None = None,
+        parts: Sequence[tuple[int, float]] = (),
         rows: PairSequences | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         starts, shares, begin = [], [], 0
         for length, share in parts or [(len(tokens), 1.0)]:
             available = (length - 1) // block_size if rows is None else len(rows)

@@ -179,9 +179,15 @@ class Loader:
     """
 
     def __init__(
-        self, order: Ordered, batch_size: int, gas: int = 1, rank: int = 0, ranks: int = 1,
-        device: torch.device | None = None, prefetch: int = 2,
-    ) -> None:  # fmt: skip
+        self,
+        order: Ordered,
+        batch_size: int,
+        gas: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device | None = None,
+        prefetch: int = 2,
+    ) -> None:
         if order.per_epoch < ranks:
             raise ConfigError(
                 f"the training data has {order.per_epoch:,} {order.unit}, fewer than the {ranks} data-parallel ranks: "

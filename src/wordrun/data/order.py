@@ -176,9 +176,9 @@ class PairOrder(Order):
 
     def _numbers(self, first: int, count: int) -> NDArray[np.int64]:
         epochs, at = np.divmod(np.arange(first, first + count), self.per_epoch)
-        return np.concatenate([
-            Permutation(self.per_epoch, f"{self.seed}/{epoch}")(at[epochs == epoch]) for epoch in np.unique(epochs)
-        ])  # fmt: skip
+        return np.concatenate(
+            [Permutation(self.per_epoch, f"{self.seed}/{epoch}")(at[epochs == epoch]) for epoch in np.unique(epochs)]
+        )
 
 
 class Mix(Order):

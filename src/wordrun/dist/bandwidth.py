@@ -141,10 +141,15 @@ def measure(world: World, chosen: Sequence[int], axes: Layout | None, say: Calla
         shown = (f"{kind} {' - '.join(pair['hosts'])} {pair['gb_per_s']:.2f} GB/s" for kind, pair in named)
         say(f"pairs of nodes, {_size(PAIR_BYTES)}: {', '.join(shown)}")
     return {
-        "device": world.device, "backend": td.get_backend(), "ranks": world.size, "nodes": world.nodes,
-        "hosts": list(dict(zip(nodes, hosts, strict=True)).values()), "versions": versions(),
-        "results": [asdict(result) for result in results], "pairs": between,
-    }  # fmt: skip
+        "device": world.device,
+        "backend": td.get_backend(),
+        "ranks": world.size,
+        "nodes": world.nodes,
+        "hosts": list(dict(zip(nodes, hosts, strict=True)).values()),
+        "versions": versions(),
+        "results": [asdict(result) for result in results],
+        "pairs": between,
+    }
 
 
 def line(result: Result) -> str:
@@ -259,7 +264,7 @@ def _ping_pong(x: torch.Tensor, other: int | None, *, first: bool, group: Any = 
 
 def _timed(
     name: str, make: Callable[[int], Call], factor: float, size: int, group: Group, world: World, hosts: Sequence[str]
-) -> Result:  # fmt: skip
+) -> Result:
     """Time one operation at one size; every rank calls this, for its own group."""
     takes_part = group.handle is not td.GroupMember.NON_GROUP_MEMBER
     call = make(size) if takes_part else lambda: None
@@ -277,7 +282,7 @@ def _timed(
     algbw = size / median / 1e9
     return Result(
         name, group.name, len(group.ranks), size, min(times), median, max(times), algbw, algbw * factor, slowest
-    )  # fmt: skip
+    )
 
 
 def _once(call: Call, repeats: int, world: World) -> float:
@@ -317,8 +322,11 @@ def rounds(nodes: int) -> Iterator[dict[int, int]]:
 
 def pairs(world: World) -> list[dict[str, Any]]:
     """Return the bandwidth of each pair of nodes, between their first ranks, slowest first."""
-    firsts = {node: rank for rank, (node, local) in enumerate(gather_json([world.node, world.local_rank], world.device))
-              if local == 0}  # fmt: skip
+    firsts = {
+        node: rank
+        for rank, (node, local) in enumerate(gather_json([world.node, world.local_rank], world.device))
+        if local == 0
+    }
     mine: dict[int, float] = {}
     x = torch.ones(PAIR_BYTES // 4, device=world.device)
     for met in rounds(world.nodes):
@@ -338,8 +346,10 @@ def pairs(world: World) -> list[dict[str, Any]]:
     host = dict(map(tuple, names))
     found = [
         {"hosts": [host[node], host[other]], "seconds": seconds, "gb_per_s": PAIR_BYTES / seconds / 1e9}
-        for node, met in everyone for other, seconds in met if node < other
-    ]  # fmt: skip
+        for node, met in everyone
+        for other, seconds in met
+        if node < other
+    ]
     return sorted(found, key=lambda pair: -float(pair["seconds"]))
 
 

@@ -117,8 +117,11 @@ def resolve(ranks: int, per_node: int, wanted: dict[str, int | None]) -> Layout:
         ConfigError: the sizes do not fit; the message says which, and what would.
     """
     sizes: dict[str, Any] = dict.fromkeys(AXES, 1) | wanted
-    wrong = [f"backend.{axis}={n} should be at least 1, or -1 for the rest" for axis, n in sizes.items()
-             if n is not None and n < 1 and n != -1]  # fmt: skip
+    wrong = [
+        f"backend.{axis}={n} should be at least 1, or -1 for the rest"
+        for axis, n in sizes.items()
+        if n is not None and n < 1 and n != -1
+    ]
     if wrong:
         raise ConfigError("\n".join(wrong))
     if sizes["tp"] is None:

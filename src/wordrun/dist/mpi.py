@@ -118,9 +118,16 @@ def verify(world: World) -> World:
         _make_progress(comm)
     return replace(
         world,
-        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size,
-        node=node, nodes=len(hosts), counts=counts, hosts=hosts, source=f"{world.source}, verified by MPI",
-    )  # fmt: skip
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=len(hosts),
+        counts=counts,
+        hosts=hosts,
+        source=f"{world.source}, verified by MPI",
+    )
 
 
 def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...], tuple[int, ...]]:

@@ -275,10 +275,13 @@ def _join(world: World, device: str, timeout_s: int) -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)
     try:
         torch.distributed.init_process_group(
-            backend_of(chosen), store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
-            rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s),
+            backend_of(chosen),
+            store=torch.distributed.PrefixStore("wordrun/group", store),  # type: ignore[attr-defined]
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
             device_id=chosen if chosen.type != "cpu" else None,
-        )  # fmt: skip
+        )
     except Exception:
         _joined.world = None
         raise

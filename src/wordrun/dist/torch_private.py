@@ -28,10 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 PRODUCTS = (
-    "mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "mm",
+    "addmm",
+    "bmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
+)
 """Operations whose results selective activation checkpointing saves; one that is renamed is recomputed instead."""
 CPU_SHARES_HEADS = torch.__version__ >= "2.9"
 """Whether torch's fused attention on CPUs does grouped-query attention; 2.8 materializes the weights instead."""
@@ -368,10 +374,11 @@ def flight_records() -> list[dict[str, Any]]:
             "group": "p2p" if each["is_p2p"] else each["process_group"][0],
             "seq": each["p2p_seq_id" if each["is_p2p"] else "collective_seq_id"],
             "op": each["profiling_name"].partition(":")[2] or each["profiling_name"],
-            "size": _sizes(each["input_dtypes"], each["input_sizes"]), "pending": not each["retired"],
+            "size": _sizes(each["input_dtypes"], each["input_sizes"]),
+            "pending": not each["retired"],
         }
         for each in found
-    ]  # fmt: skip
+    ]
 
 
 def _sizes(types: list[str], sizes: list[list[int]]) -> str:

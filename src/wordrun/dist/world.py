@@ -127,8 +127,12 @@ class Family:
 TORCHRUN = Family(
     "torchrun",
     needs=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-    rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE", node="GROUP_RANK",
-)  # fmt: skip
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node="GROUP_RANK",
+)
 LOCAL = replace(TORCHRUN, launcher="local", needs=("WORDRUN_LAUNCHER", *TORCHRUN.needs[:4]), node="NODE_RANK")
 # What scripts export for init_process_group("env://"); too little to be a family.
 PLAIN = Family("the environment", needs=(), rank="RANK", size="WORLD_SIZE", local_rank="", local_size="")
@@ -136,33 +140,52 @@ FAMILIES = (
     Family(
         "srun",
         needs=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE", node="SLURM_NODEID", in_steps=True,
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        node="SLURM_NODEID",
+        in_steps=True,
     ),
     Family(
         "pals",  # sets no world size under PALS_PMI=pmix (Aurora)
         needs=("PALS_RANKID", "PALS_LOCAL_RANKID"),
-        rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID",
-        local_size="PALS_LOCAL_SIZE", node="PALS_NODEID", in_slurm=False, mpi=True,
+        rank="PALS_RANKID",
+        size="PMI_SIZE",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+        node="PALS_NODEID",
+        in_slurm=False,
+        mpi=True,
     ),
     Family(
         "openmpi",
         needs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        rank="OMPI_COMM_WORLD_RANK", size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK", local_size="OMPI_COMM_WORLD_LOCAL_SIZE", mpi=True,
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        mpi=True,
     ),
     Family(
         "hydra",  # MPICH's and Intel MPI's mpiexec
         needs=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS", mpi=True,
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        mpi=True,
     ),
     Family(
         "mvapich",
         needs=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        rank="MV2_COMM_WORLD_RANK", size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE", mpi=True,
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        mpi=True,
     ),
-)  # fmt: skip
+)
 TRACED = "mpi"
 """The launcher's name in a World if one of MPI's sets no complete family, but these: only MPI itself knows more."""
 MPI_TRACES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK")
@@ -291,10 +314,17 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
     if not family.node:  # so MPI knows where --launcher-args may have put the ranks
         node = min(node, nodes - 1)
     world = World(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node, nodes=nodes, counts=counts,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        nodes=nodes,
+        counts=counts,
         hosts=hosts or ((socket.gethostname(),) if nodes == 1 else ()),
-        launcher=family.launcher, source=f"{family.rank}, {size_source}, {family.local_rank}",
-    )  # fmt: skip
+        launcher=family.launcher,
+        source=f"{family.rank}, {size_source}, {family.local_rank}",
+    )
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size and 0 <= node < nodes):
         raise WorldError(
             f"the variables of {family.launcher} contradict each other: "

@@ -43,9 +43,11 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
         if own and not own.startswith("127."):
             return own, f"address of the first host of the job, {first}, whose name does not resolve", ""
     wanted = next(iter(names))
-    return wanted, names[wanted], (
-        f"the first host of the job does not resolve here ({' and '.join(names)}); use --env MASTER_ADDR=ADDRESS"
-    )  # fmt: skip
+    return (
+        wanted,
+        names[wanted],
+        (f"the first host of the job does not resolve here ({' and '.join(names)}); use --env MASTER_ADDR=ADDRESS"),
+    )
 
 
 def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str]:

@@ -67,8 +67,10 @@ def main(options: Options) -> int:
     ranks = [json.loads(line.partition(PREFIX)[2]) for line in output.splitlines() if PREFIX in line]
     known, _ = site_files.find(options.site, socket.gethostname(), os.environ)
     findings = [
-        *of_machine(plan, os.environ, known), *of_ranks(plan, ranks, status, errors, known), *of_network(plan, known)
-    ]  # fmt: skip
+        *of_machine(plan, os.environ, known),
+        *of_ranks(plan, ranks, status, errors, known),
+        *of_network(plan, known),
+    ]
     return _report(findings, options)
 
 

@@ -25,9 +25,23 @@ LARGEST = 500e6
 MOST_FILES = 20_000
 # What is copied from a folder without git.
 CODE = (
-    ".py", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".sh", ".jinja", ".c", ".cc", ".cpp", ".cu", ".h", ".cuh",
+    ".py",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".json",
+    ".cfg",
+    ".ini",
+    ".sh",
+    ".jinja",
+    ".c",
+    ".cc",
+    ".cpp",
+    ".cu",
+    ".h",
+    ".cuh",
     ".pyx",
-)  # fmt: skip
+)
 SKIPPED = {".git", "__pycache__", "outputs", "node_modules"}
 
 
@@ -158,10 +172,13 @@ def _walk(top: str, parts: tuple[str, ...]) -> list[str] | None:
     for root, folders, names in os.walk(top):
         here = os.path.relpath(root, top)
         folders[:] = [
-            name for name in folders
-            if name not in SKIPPED and not name.startswith(".") and not _is_environment(os.path.join(root, name))
+            name
+            for name in folders
+            if name not in SKIPPED
+            and not name.startswith(".")
+            and not _is_environment(os.path.join(root, name))
             and (here != "." or not parts or name in parts)
-        ]  # fmt: skip
+        ]
         count += len(names)
         if count > MOST_FILES:
             return None

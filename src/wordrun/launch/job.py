@@ -133,10 +133,14 @@ class Job:
     def only(self, indices: list[int]) -> Job:
         """Return this job with only the hosts at ``indices``, in that order."""
         return replace(
-            self, hosts=tuple(self.hosts[i] for i in indices), cores=tuple(self.cores[i] for i in indices),
-            devices=tuple(self.devices[i] for i in indices), slots=tuple(self.slots[i] for i in indices), hostfile="",
+            self,
+            hosts=tuple(self.hosts[i] for i in indices),
+            cores=tuple(self.cores[i] for i in indices),
+            devices=tuple(self.devices[i] for i in indices),
+            slots=tuple(self.slots[i] for i in indices),
+            hostfile="",
             granted=tuple(self.granted[i] for i in indices if self.granted),
-        )  # fmt: skip
+        )
 
 
 def read_hosts(path: str, name: str) -> list[str]:

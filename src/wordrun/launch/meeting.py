@@ -146,10 +146,11 @@ class Meeting:
     def _was_connected(self) -> bool:
         """Return whether ranks met between two samples or after the last: closed ones are listed for a minute."""
         return any(
-            state == TIME_WAIT and self._port in (_port(here), _port(there))
+            state == TIME_WAIT
+            and self._port in (_port(here), _port(there))
             and not {(here, there), (there, here)} & self._of_launcher
             for state, here, there, _ in connections()
-        )  # fmt: skip
+        )
 
     def _has_started(self, mpi: set[str]) -> bool:
         """Return whether the launcher may have started these libraries: its variables are those that they read."""

@@ -20,11 +20,27 @@ from wordrun.launch.site import UNKNOWN, Site, fill
 
 # Variables that an outer launch sets for its ranks; each launcher lists its own in ``stale``.
 OWN = (
-    "MASTER_ADDR", "MASTER_PORT", "WORDRUN_LAUNCHER", "WORDRUN_LAUNCHER_PATH", "WORDRUN_LAUNCH_ID", "WORDRUN_RUN_ID",
-    "WORDRUN_WORLD_SIZE", "WORDRUN_LAYOUT", "WORDRUN_HOSTS", "WORDRUN_LAUNCH_RECORD", "WORDRUN_STATUS_DIR",
-    "WORDRUN_TERMINAL", "WORDRUN_PTY", "WORDRUN_IGNORE_USR1", "WORDRUN_HANG_S", "WORDRUN_GENERATION", "WORDRUN_FAULTS",
-    "WORDRUN_DEVICES", UNFINISHED, VARIABLE,
-)  # fmt: skip
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "WORDRUN_LAUNCHER",
+    "WORDRUN_LAUNCHER_PATH",
+    "WORDRUN_LAUNCH_ID",
+    "WORDRUN_RUN_ID",
+    "WORDRUN_WORLD_SIZE",
+    "WORDRUN_LAYOUT",
+    "WORDRUN_HOSTS",
+    "WORDRUN_LAUNCH_RECORD",
+    "WORDRUN_STATUS_DIR",
+    "WORDRUN_TERMINAL",
+    "WORDRUN_PTY",
+    "WORDRUN_IGNORE_USR1",
+    "WORDRUN_HANG_S",
+    "WORDRUN_GENERATION",
+    "WORDRUN_FAULTS",
+    "WORDRUN_DEVICES",
+    UNFINISHED,
+    VARIABLE,
+)
 STALE = frozenset([*OWN, *(name for launcher in LAUNCHERS.values() for name in launcher.stale)])
 STALE_PREFIXES = tuple(name for name in STALE if name.endswith("_"))
 # Variables of a process, a host or Open MPI itself, which are not forwarded to other hosts.
@@ -37,8 +53,9 @@ SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 # functions, and shells set those at the end themselves.
 NOT_BY_SHELLS = re.compile(
     r"(?![A-Za-z_][A-Za-z0-9_]*\Z).*|BASH(?!_ENV$)\w*|COMP_WORDBREAKS|EPOCH(SECONDS|REALTIME)|HISTCMD|IFS|LINENO"
-    r"|OPT(IND|ARG|ERR)|POSIXLY_CORRECT|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS", re.DOTALL,
-)  # fmt: skip
+    r"|OPT(IND|ARG|ERR)|POSIXLY_CORRECT|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS",
+    re.DOTALL,
+)
 # With these, MPI_Finalize of MPICH and its kin, and of Open MPI, does not wait for the other ranks. mpi4py calls it at
 # a program's end also after an exception, while the others wait in a collective. (Without any MPI_Finalize, as by
 # MPI4PY_RC_FINALIZE=0, Hydra and Open MPI would kill all ranks that have not ended when the first one ends.)
@@ -66,9 +83,14 @@ class LaunchPlan(Request):
 
 
 def build(
-    job: Job, options: Options, ranks: Ranks, launcher: Launcher, decided: Decided, env: Mapping[str, str],
+    job: Job,
+    options: Options,
+    ranks: Ranks,
+    launcher: Launcher,
+    decided: Decided,
+    env: Mapping[str, str],
     site: Site = UNKNOWN,
-) -> LaunchPlan:  # fmt: skip
+) -> LaunchPlan:
     """Return the plan that starts ``options.command`` as ``ranks``, computed from the arguments alone.
 
     Raises:
@@ -91,10 +113,13 @@ def build(
     path = request.hosts_file
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
-        **vars(request), launcher=launcher, argv=argv, env_unset=tuple(sorted(unset - set(env_set))),
+        **vars(request),
+        launcher=launcher,
+        argv=argv,
+        env_unset=tuple(sorted(unset - set(env_set))),
         reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
         files={path: launcher.hosts_text(starts)} if is_named else {},
-    )  # fmt: skip
+    )
 
 
 def _guarded(request: Request, launcher: Launcher) -> Request:

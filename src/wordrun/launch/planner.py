@@ -122,11 +122,19 @@ def _decide(options: Options, job: Job, ranks: Ranks, site: Site, same: Identity
     else:
         status_dir = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-launch-{launch_id}")
     return Decided(
-        launch_id=launch_id, run=run, name=name, cwd=os.getcwd(), folder=folder, status_dir=status_dir,
-        own_bin=own_bin(), master_addr=master, master_why=why, terminal=_terminal(),
+        launch_id=launch_id,
+        run=run,
+        name=name,
+        cwd=os.getcwd(),
+        folder=folder,
+        status_dir=status_dir,
+        own_bin=own_bin(),
+        master_addr=master,
+        master_why=why,
+        terminal=_terminal(),
         port=address.usable_port(asked["MASTER_PORT"]) if "MASTER_PORT" in asked else address.free_port(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-    )  # fmt: skip
+    )
 
 
 def records_folder(command: Sequence[str], env: Mapping[str, str]) -> str:

@@ -74,11 +74,12 @@ def pythons(pid: int, launch_id: str, own_module: str = "") -> list[int]:
     mine = {process.pid for process in descendants(pid)}
     setting = f"WORDRUN_LAUNCH_ID={launch_id}"
     found = {
-        process.pid for process in table.values()
+        process.pid
+        for process in table.values()
         if process.name.startswith(("python", "pypy"))
         and not (own_module and own_module in read_proc(f"/proc/{process.pid}/cmdline"))
         and (process.pid in mine or setting in read_proc(f"/proc/{process.pid}/environ").split("\0"))
-    }  # fmt: skip
+    }
 
     def is_below_another(process: Process) -> bool:
         above = table.get(process.parent)

@@ -167,13 +167,18 @@ def _start(
     """
     own_group = not plan.launcher.keeps_terminal()
     return subprocess.Popen(
-        plan.argv, env=env, bufsize=0, stdin=None if stdin else subprocess.DEVNULL,
-        stdout=subprocess.PIPE if stdout else None, stderr=subprocess.PIPE if stderr else None,
+        plan.argv,
+        env=env,
+        bufsize=0,
+        stdin=None if stdin else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if stdout else None,
+        stderr=subprocess.PIPE if stderr else None,
         preexec_fn=processes.before_exec(
-            own_group=own_group, death_signal=plan.launcher.death_signal,
+            own_group=own_group,
+            death_signal=plan.launcher.death_signal,
             ignored=[*ignored, signal.SIGUSR1] if plan.options.trains else ignored,
         ),
-    )  # fmt: skip
+    )
 
 
 def _read(child: subprocess.Popen[bytes], output: Output) -> None:

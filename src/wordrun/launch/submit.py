@@ -107,10 +107,16 @@ def main(options: Options) -> int:
     if options.json:
         to_come = [f"JOB{i + 1}" for i in range(options.chain)]
         facts = {
-            "site": site.name or None, "site_why": done.why, "scheduler": scheduler.name, "run_id": done.run_id,
-            "path": done.path, "script": done.text, "commands": commands(scheduler, done.path, jobs or to_come),
-            "jobs": jobs, "code": done.frozen.facts if done.frozen else None,
-        }  # fmt: skip
+            "site": site.name or None,
+            "site_why": done.why,
+            "scheduler": scheduler.name,
+            "run_id": done.run_id,
+            "path": done.path,
+            "script": done.text,
+            "commands": commands(scheduler, done.path, jobs or to_come),
+            "jobs": jobs,
+            "code": done.frozen.facts if done.frozen else None,
+        }
         print(json.dumps(facts, indent=2))
     elif options.dry_run:
         print(done.text.rstrip("\n"))

@@ -146,8 +146,11 @@ class Supervisor:
                 if entry.name.isdigit():
                     with open(entry.path) as file:
                         found.append((entry.stat().st_mtime_ns, entry.name, file.read().strip()))
-        return [(when, int(name), int(text.split()[0]), text.partition(" ")[2])
-                for when, name, text in found if name.isdigit() and text]  # fmt: skip
+        return [
+            (when, int(name), int(text.split()[0]), text.partition(" ")[2])
+            for when, name, text in found
+            if name.isdigit() and text
+        ]
 
     def ended(self) -> set[int]:
         """Return the ranks that have ended with status 0."""

@@ -87,9 +87,14 @@ def _runs(lengths: Sequence[int]) -> Iterator[int | Tensor]:
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: float,
+    mask: Mask | None = None,
+    scale: float | None = None,
     window: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return softmax(scale q k^T) v, each token attending to itself and earlier tokens, (B, N, T, H).
 
     Args:
@@ -112,9 +117,10 @@ def causal_attention(
         return _windowed(q, k, v, p, mask, scale, window)
     bf16, compiled = q.dtype == torch.bfloat16, torch.compiler.is_compiling()
     by_hand = (
-        q.device.type == "cpu" and q.shape[2] == k.shape[2]
+        q.device.type == "cpu"
+        and q.shape[2] == k.shape[2]
         and keeps_weights(p, q.shape[2], bf16=bf16, compiled=compiled)
-    )  # fmt: skip
+    )
     grouped = q.shape[1] != k.shape[1]
     if grouped and (by_hand or not _shares_heads(q, mask)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

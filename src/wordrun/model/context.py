@@ -96,9 +96,15 @@ class Context:
         return document_mask(complete, *facts, compiled=compiled) if self.kind == "heads" else complete
 
     def _attention(
-        self, q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None, scale: float | None = None,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        p: float,
+        mask: Mask | None,
+        scale: float | None = None,
         window: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return ``causal_attention`` of the complete sequences, for this rank's queries, (B, N, T, H).
 
         heads: Ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023), so that each has full sequences
@@ -149,9 +155,15 @@ class Context:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, p: float, mask: Mask | None = None, scale: float | None = None,
-    context: Context | None = None, window: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: float,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    context: Context | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Return ``causal_attention``, over the tokens of all ranks of ``context`` if there is one."""
     compute = context.attention if context else causal_attention
     return compute(q, k, v, p, mask, scale, window)
@@ -187,9 +199,15 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, documents: Tensor | None, scale: float | None,
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        documents: Tensor | None,
+        scale: float | None,
         window: int | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, *([] if documents is None else [documents]))
         ctx.context, ctx.options = context, (scale, window)
         k, v = context.complete(k, v)

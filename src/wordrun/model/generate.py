@@ -63,10 +63,19 @@ class Cached:
 
 @torch.no_grad()
 def generate(
-    logits_of: Callable[[Tensor], Tensor], prompt: Tensor, length: int, *, block_size: int, temperature: float = 1.0,
-    top_k: int | None = None, top_p: float = 1.0, seed: int = 0, slide: int = 1,
-    on_tokens: Callable[[Tensor], None] | None = None, stop: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
+    logits_of: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    length: int,
+    *,
+    block_size: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    slide: int = 1,
+    on_tokens: Callable[[Tensor], None] | None = None,
+    stop: Sequence[int] = (),
+) -> Tensor:
     """Return ``prompt`` followed by ``length`` generated tokens, (B, T + length), or fewer with ``stop``.
 
     It has its own random generator, so that sampling during a run does not affect training.

@@ -87,9 +87,12 @@ class GPT(Transformer):
         return LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
     def embed(
-        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
         context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the sum of token and position embeddings, (B, T, C)."""
         positions = positions_of(tokens.shape[1], tokens.device, cache.length if cache else 0, context)
         return self.drop(self.tokens(tokens) + self.positions(positions))  # type: ignore[no-any-return]

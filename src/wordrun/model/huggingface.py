@@ -20,40 +20,64 @@ from wordrun.model.llama import TRAINED_LENGTH
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
 
 GPT2_NAMES = {
-    "tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
-    "blocks": "transformer.h", "norm_1": "ln_1", "norm_2": "ln_2",
-    "attention.qkv": "attn.c_attn", "attention.proj": "attn.c_proj",
-    "mlp.up": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
-}  # fmt: skip
+    "tokens": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "blocks": "transformer.h",
+    "norm_1": "ln_1",
+    "norm_2": "ln_2",
+    "attention.qkv": "attn.c_attn",
+    "attention.proj": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.proj": "mlp.c_proj",
+}
 LLAMA_NAMES = {
-    "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-    "blocks": "model.layers", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-    "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
+    "tokens": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "blocks": "model.layers",
+    "norm_1": "input_layernorm",
+    "norm_2": "post_attention_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
     "attention.proj": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
-    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.proj": "mlp.down_proj",
-}  # fmt: skip
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.proj": "mlp.down_proj",
+}
 GEMMA_NAMES = {
-    **LLAMA_NAMES, "post_norm_1": "post_attention_layernorm",
-    "norm_2": "pre_feedforward_layernorm", "post_norm_2": "post_feedforward_layernorm",
-}  # fmt: skip
+    **LLAMA_NAMES,
+    "post_norm_1": "post_attention_layernorm",
+    "norm_2": "pre_feedforward_layernorm",
+    "post_norm_2": "post_feedforward_layernorm",
+}
 QWEN3_MOE_NAMES = LLAMA_NAMES | {
-    "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.gate_proj", "mlp.experts.up": "mlp.experts.up_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.gate_proj",
+    "mlp.experts.up": "mlp.experts.up_proj",
     "mlp.experts.proj": "mlp.experts.down_proj",
-}  # fmt: skip
+}
 MIXTRAL_NAMES = LLAMA_NAMES | {
-    "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.w1",
-    "mlp.experts.up": "block_sparse_moe.experts.w3", "mlp.experts.proj": "block_sparse_moe.experts.w2",
-}  # fmt: skip
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.w3",
+    "mlp.experts.proj": "block_sparse_moe.experts.w2",
+}
 NO_WEIGHTS = re.compile(r".*\.(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
 """Masks and tables that older files contain besides the weights."""
 
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 """Without these entries, transformers assumes its own special tokens."""
 STRETCH = {
-    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED_LENGTH,
-}  # fmt: skip
+}
 """Settings of Llama 3.1's rotary embedding besides the factor."""
 
 
@@ -133,25 +157,37 @@ def huggingface_config(cfg: TransformerConfig, vocab_size: int) -> dict[str, Any
 
 def _describe_gpt2(cfg: GPTConfig) -> dict[str, Any]:
     return {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"],
-        "n_positions": cfg.block_size, "n_embd": cfg.n_embd, "n_layer": cfg.n_layer, "n_head": cfg.n_head,
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_positions": cfg.block_size,
+        "n_embd": cfg.n_embd,
+        "n_layer": cfg.n_layer,
+        "n_head": cfg.n_head,
         "activation_function": "gelu_new" if cfg.gelu == "tanh" else "gelu",
-        "resid_pdrop": cfg.dropout, "embd_pdrop": cfg.dropout, "attn_pdrop": cfg.dropout,
-    }  # fmt: skip
+        "resid_pdrop": cfg.dropout,
+        "embd_pdrop": cfg.dropout,
+        "attn_pdrop": cfg.dropout,
+    }
 
 
 def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     return {
-        "model_type": family(cfg), "architectures": [CLASSES[family(cfg) or "llama"]],
+        "model_type": family(cfg),
+        "architectures": [CLASSES[family(cfg) or "llama"]],
         "head_dim": cfg.attention_width() // cfg.n_head,
-        "max_position_embeddings": cfg.block_size, "hidden_size": cfg.n_embd, "intermediate_size": cfg.n_hidden,
-        "num_hidden_layers": cfg.n_layer, "num_attention_heads": cfg.n_head,
-        "num_key_value_heads": cfg.n_kv_head or cfg.n_head, "tie_word_embeddings": cfg.tie,
+        "max_position_embeddings": cfg.block_size,
+        "hidden_size": cfg.n_embd,
+        "intermediate_size": cfg.n_hidden,
+        "num_hidden_layers": cfg.n_layer,
+        "num_attention_heads": cfg.n_head,
+        "num_key_value_heads": cfg.n_kv_head or cfg.n_head,
+        "tie_word_embeddings": cfg.tie,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": {**STRETCH, "factor": cfg.rope_factor} if cfg.rope_factor != 1 else None,
-        "rms_norm_eps": cfg.norm_eps, "attention_dropout": cfg.dropout,
+        "rms_norm_eps": cfg.norm_eps,
+        "attention_dropout": cfg.dropout,
         **({"sliding_window": cfg.window} if cfg.window else {}),
-    }  # fmt: skip
+    }
 
 
 def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
@@ -159,26 +195,39 @@ def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
     kinds = ["sliding_attention" if layer in local else "full_attention" for layer in range(cfg.n_layer)]
     head_size = cfg.attention_width() // cfg.n_head
     return {
-        **_describe_llama(cfg), "layer_types": kinds, "rope_local_base_freq": cfg.rope_local_theta or cfg.rope_theta,
-        "query_pre_attn_scalar": head_size, "hidden_activation": "gelu_pytorch_tanh",
-    }  # fmt: skip
+        **_describe_llama(cfg),
+        "layer_types": kinds,
+        "rope_local_base_freq": cfg.rope_local_theta or cfg.rope_theta,
+        "query_pre_attn_scalar": head_size,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
 
 
 def _describe_mixtral(cfg: MoEConfig) -> dict[str, Any]:
     return {
-        **_describe_llama(cfg), "model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": cfg.n_experts, "num_experts_per_tok": cfg.n_active, "sliding_window": cfg.window,
+        **_describe_llama(cfg),
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": cfg.n_experts,
+        "num_experts_per_tok": cfg.n_active,
+        "sliding_window": cfg.window,
         "router_aux_loss_coef": cfg.balance_loss,
-    }  # fmt: skip
+    }
 
 
 def _describe_qwen3_moe(cfg: MoEConfig) -> dict[str, Any]:
     return {
-        **_describe_llama(cfg), "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
-        "moe_intermediate_size": cfg.n_hidden, "num_experts": cfg.n_experts, "num_experts_per_tok": cfg.n_active,
-        "norm_topk_prob": cfg.normalize_weights, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        **_describe_llama(cfg),
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": cfg.n_hidden,
+        "num_experts": cfg.n_experts,
+        "num_experts_per_tok": cfg.n_active,
+        "norm_topk_prob": cfg.normalize_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         "router_aux_loss_coef": cfg.balance_loss,
-    }  # fmt: skip
+    }
 
 
 def adapter(adapters: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -197,10 +246,16 @@ def adapter(adapters: Mapping[str, Tensor], cfg: TransformerConfig) -> tuple[dic
         tensors[f"base_model.model.{theirs}.lora_{part[-1].upper()}.weight"] = rows.contiguous()
         targets.add(architecture(cfg).names[layer.split(".", 2)[2]])
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": cfg.lora_rank, "lora_alpha": cfg.lora_alpha,
-        "lora_dropout": cfg.lora_dropout, "target_modules": sorted(targets), "bias": "none", "inference_mode": True,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": cfg.lora_rank,
+        "lora_alpha": cfg.lora_alpha,
+        "lora_dropout": cfg.lora_dropout,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        "inference_mode": True,
         "fan_in_fan_out": architecture(cfg).transposed,
-    }, tensors  # fmt: skip
+    }, tensors
 
 
 @dataclass(frozen=True)
@@ -226,14 +281,21 @@ QWEN3_MOE = Architecture(QWEN3_MOE_NAMES, _describe_qwen3_moe)
 GEMMA = Architecture(GEMMA_NAMES, _describe_gemma, norm_offset=1.0)
 _GEMMA_PARTS = frozenset({"qk_norm", "gate", "post_norm", "embed_scale"})
 FAMILIES = {
-    frozenset(): "llama", frozenset({"qk_norm"}): "qwen3", frozenset({"qkv_bias"}): "qwen2",
-    frozenset({"window"}): "mistral", _GEMMA_PARTS: "gemma3_text", _GEMMA_PARTS | {"window"}: "gemma3_text",
-}  # fmt: skip
+    frozenset(): "llama",
+    frozenset({"qk_norm"}): "qwen3",
+    frozenset({"qkv_bias"}): "qwen2",
+    frozenset({"window"}): "mistral",
+    _GEMMA_PARTS: "gemma3_text",
+    _GEMMA_PARTS | {"window"}: "gemma3_text",
+}
 """transformers' model types by the options of ours that are not as in LLaMA."""
 CLASSES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
 
 
 def family(cfg: LlamaConfig) -> str | None:
@@ -273,18 +335,27 @@ def architecture(cfg: TransformerConfig) -> Architecture:
     """
     if isinstance(cfg, ModernConfig):
         plain = {
-            "mlp": "swiglu", "norm_weights": True, "embed_norm": False, "softcap": 0.0, "value_layers": [],
+            "mlp": "swiglu",
+            "norm_weights": True,
+            "embed_norm": False,
+            "softcap": 0.0,
+            "value_layers": [],
             "ngram_rows": [],
-        }  # fmt: skip
+        }
         _require(cfg, plain, f"transformers has no architecture with the parts of model={cfg.name}", "a LLaMA or Qwen3")
         cfg_type: type[TransformerConfig] = LlamaConfig
     else:
         cfg_type = type(cfg)
     if isinstance(cfg, MoEConfig):
         theirs = {
-            "qkv_bias": False, "n_shared": 0, "router": "softmax", "gate": "silu", "post_norm": False,
-            "embed_scale": False, **({"window": None} if cfg.qk_norm else {"normalize_weights": True}),
-        }  # fmt: skip
+            "qkv_bias": False,
+            "n_shared": 0,
+            "router": "softmax",
+            "gate": "silu",
+            "post_norm": False,
+            "embed_scale": False,
+            **({"window": None} if cfg.qk_norm else {"normalize_weights": True}),
+        }
         kind = "Qwen3-MoE" if cfg.qk_norm else "Mixtral"
         _require(cfg, theirs, f"transformers' {kind} lacks options of model={cfg.name}", kind)
     if isinstance(cfg, LlamaConfig):

@@ -69,14 +69,22 @@ class ConvNet(Classifier):
         # A norm cancels a bias before it, whose gradients would be rounding errors, which AdamW turns into full steps.
         convolution = partial(nn.Conv2d, kernel_size=3, bias=cfg.norm == "none")
         self.features = nn.Sequential(
-            convolution(inputs, first), norm(first), nn.ReLU(),
-            convolution(first, second), norm(second), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Dropout(cfg.dropout), nn.Flatten(),
-        )  # fmt: skip
+            convolution(inputs, first),
+            norm(first),
+            nn.ReLU(),
+            convolution(first, second),
+            norm(second),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(cfg.dropout),
+            nn.Flatten(),
+        )
         self.classifier = nn.Sequential(
-            nn.Linear(second * ((height - 4) // 2) * ((width - 4) // 2), cfg.hidden), nn.ReLU(),
-            nn.Dropout(2 * cfg.dropout), nn.Linear(cfg.hidden, classes),
-        )  # fmt: skip
+            nn.Linear(second * ((height - 4) // 2) * ((width - 4) // 2), cfg.hidden),
+            nn.ReLU(),
+            nn.Dropout(2 * cfg.dropout),
+            nn.Linear(cfg.hidden, classes),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of ``images`` (B, channels, height, width)."""

@@ -100,9 +100,13 @@ class Attention(nn.Module):
         self.window, self.rope_theta = window, rope_theta
 
     def forward(
-        self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, context: Context | None = None,
+        self,
+        x: Tensor,
+        cache: KVCache | None = None,
+        mask: Mask | None = None,
+        context: Context | None = None,
         values: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
         B, T, _ = x.shape
         q, k, v = (layer(x).view(B, T, -1, self.head_size) for layer in (self.q, self.k, self.v))
@@ -182,9 +186,12 @@ class Llama(Transformer):
         return new_norm(self.cfg, self.cfg.n_embd)
 
     def embed(
-        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
         context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the embeddings of the tokens, (B, T, C)."""
         x = self.tokens(tokens)
         return self.drop(x * math.sqrt(self.cfg.n_embd) if self.cfg.embed_scale else x)  # type: ignore[no-any-return]

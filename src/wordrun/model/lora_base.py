@@ -37,9 +37,13 @@ def source_of(cfg: Config, stored: Mapping[str, Any]) -> str | None:
 
 
 def described(
-    weights: Mapping[str, Tensor], model: Model, folder: Path | None, cfg: Config, world: dist.World,
+    weights: Mapping[str, Tensor],
+    model: Model,
+    folder: Path | None,
+    cfg: Config,
+    world: dist.World,
     stored: Mapping[str, Any],
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Return a manifest's entry about the base model; every rank must call this.
 
     Args:

@@ -45,9 +45,15 @@ def on_this_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, dist.Proces
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float = 0.0, *, compiled: bool = False,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    softcap: float = 0.0,
+    *,
+    compiled: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the cross entropy of each token in nats, (N,) fp32.
 
     The forward pass turns the logits into their gradients in place, so that the backward pass needs no others. Autograd
@@ -82,9 +88,17 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float, dtype: torch.dtype,
-        kernel: Callable[..., Tensor], rows: int, keep: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float,
+        dtype: torch.dtype,
+        kernel: Callable[..., Tensor],
+        rows: int,
+        keep: bool,
+    ) -> Tensor:
         a, w = x.to(dtype), weight.to(dtype)
         logits = torch.empty(len(x) if keep else min(rows, len(x)), len(weight), dtype=dtype, device=x.device)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)

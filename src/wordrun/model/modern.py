@@ -96,9 +96,12 @@ class Modern(llama.Llama):
         return super().initial_std(name)
 
     def embed(
-        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
         context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the embeddings of the tokens, and of each with those before it, (B, T, C)."""
         x = self.tokens(tokens)
         if context and self.ngrams:

@@ -23,11 +23,15 @@ from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, architecture, match, 
 from wordrun.model.options import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
 
 KINDS = {
-    "gpt2": (GPTConfig, "GPT-2", "gpt2"), "llama": (LlamaConfig, "LLaMA", "llama_debug"),
-    "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"), "qwen2": (LlamaConfig, "Qwen2.5", "llama_debug"),
-    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"), "mixtral": (MoEConfig, "Mixtral", "mixtral_8x7b"),
-    "mistral": (LlamaConfig, "Mistral", "mistral_7b"), "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
-}  # fmt: skip
+    "gpt2": (GPTConfig, "GPT-2", "gpt2"),
+    "llama": (LlamaConfig, "LLaMA", "llama_debug"),
+    "qwen3": (LlamaConfig, "Qwen3", "qwen3_0_6b"),
+    "qwen2": (LlamaConfig, "Qwen2.5", "llama_debug"),
+    "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"),
+    "mixtral": (MoEConfig, "Mixtral", "mixtral_8x7b"),
+    "mistral": (LlamaConfig, "Mistral", "mistral_7b"),
+    "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
+}
 """transformers' model types mapped to our options class, a display name and a preset."""
 INDEX = ".index.json"
 FORMATS = ("model.safetensors", "pytorch_model.bin")
@@ -162,16 +166,23 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
 def _gpt2(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a GPT-2's config.json, and the values that its other keys must have if present."""
     cfg = GPTConfig(
-        n_layer=facts["n_layer"], n_head=facts["n_head"], n_embd=facts["n_embd"], block_size=facts["n_positions"],
-        vocab_size=facts["vocab_size"], bias=True,
+        n_layer=facts["n_layer"],
+        n_head=facts["n_head"],
+        n_embd=facts["n_embd"],
+        block_size=facts["n_positions"],
+        vocab_size=facts["vocab_size"],
+        bias=True,
         gelu="none" if facts.get("activation_function") == "gelu" else "tanh",
-    )  # fmt: skip
+    )
     tanh = facts.get("activation_function") in ("gelu_new", "gelu_pytorch_tanh")
     return cfg, {
         "activation_function": facts["activation_function"] if tanh or cfg.gelu == "none" else "gelu_new",
-        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    }  # fmt: skip
+        "n_inner": facts.get("n_inner") and 4 * cfg.n_embd,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    }
 
 
 def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
@@ -193,17 +204,25 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
             "n_experts": facts.get("num_local_experts") or facts["num_experts"],
             "n_active": facts["num_experts_per_tok"],
             "normalize_weights": model == "mixtral" or facts.get("norm_topk_prob", False),
-        }  # fmt: skip
+        }
     cfg = options_of(
-        n_layer=facts["num_hidden_layers"], n_head=n_head, n_kv_head=None if shared == n_head else shared,
-        head_size=None if head_size * n_head == width else head_size, qk_norm=model in ("qwen3", "qwen3_moe"),
-        qkv_bias=model == "qwen2", n_embd=width,
+        n_layer=facts["num_hidden_layers"],
+        n_head=n_head,
+        n_kv_head=None if shared == n_head else shared,
+        head_size=None if head_size * n_head == width else head_size,
+        qk_norm=model in ("qwen3", "qwen3_moe"),
+        qkv_bias=model == "qwen2",
+        n_embd=width,
         window=facts.get("sliding_window") if model in ("mistral", "mixtral") else None,
         n_hidden=facts["moe_intermediate_size" if model == "qwen3_moe" else "intermediate_size"],
-        vocab_size=facts["vocab_size"], block_size=facts.get("max_position_embeddings", 2048), rope_theta=theta,
-        rope_factor=factor, norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", False),
+        vocab_size=facts["vocab_size"],
+        block_size=facts.get("max_position_embeddings", 2048),
+        rope_theta=theta,
+        rope_factor=factor,
+        norm_eps=facts.get("rms_norm_eps", 1e-6),
+        tie=facts.get("tie_word_embeddings", False),
         **mixture,
-    )  # fmt: skip
+    )
     only: dict[str, Any] = {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -229,18 +248,33 @@ def _gemma(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     layers, window = facts["num_hidden_layers"], None if every == 1 else facts["sliding_window"]
     head_size = facts.get("head_dim", 256)
     cfg = LlamaConfig(
-        n_layer=layers, n_head=facts["num_attention_heads"], n_kv_head=facts["num_key_value_heads"],
-        head_size=head_size, n_embd=facts["hidden_size"], n_hidden=facts["intermediate_size"], qk_norm=True,
-        vocab_size=facts["vocab_size"], block_size=facts.get("max_position_embeddings", 131072), rope_theta=theta,
-        window=window, global_every=every if window and every <= layers else 0,
-        rope_local_theta=local if window else None, gate="gelu",
-        norm_eps=facts.get("rms_norm_eps", 1e-6), tie=facts.get("tie_word_embeddings", True), post_norm=True,
+        n_layer=layers,
+        n_head=facts["num_attention_heads"],
+        n_kv_head=facts["num_key_value_heads"],
+        head_size=head_size,
+        n_embd=facts["hidden_size"],
+        n_hidden=facts["intermediate_size"],
+        qk_norm=True,
+        vocab_size=facts["vocab_size"],
+        block_size=facts.get("max_position_embeddings", 131072),
+        rope_theta=theta,
+        window=window,
+        global_every=every if window and every <= layers else 0,
+        rope_local_theta=local if window else None,
+        gate="gelu",
+        norm_eps=facts.get("rms_norm_eps", 1e-6),
+        tie=facts.get("tie_word_embeddings", True),
+        post_norm=True,
         embed_scale=True,
-    )  # fmt: skip
+    )
     only: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "query_pre_attn_scalar": head_size,
-        "final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False,
-    }  # fmt: skip
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": head_size,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    }
     pattern = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
     if kinds not in ([], pattern):
         only["layer_types"] = "sliding_attention with full_attention in every n-th layer"
@@ -271,9 +305,17 @@ def differences(
     _, name, preset = KINDS[kind]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
     free = (
-        "name", "batch_size", "dropout", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", *mup.FIELDS,
-        "balance_rate", "balance_loss",
-    )  # fmt: skip
+        "name",
+        "batch_size",
+        "dropout",
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_targets",
+        *mup.FIELDS,
+        "balance_rate",
+        "balance_loss",
+    )
     for option in free:
         options.pop(option, None)
     if type(described) is not type(cfg):

@@ -160,9 +160,12 @@ class Transformer(Model):
         }
 
     def embed(
-        self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
         context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the input of the first block, (B, T, C).
 
         Args:
@@ -179,9 +182,14 @@ class Transformer(Model):
             self.head.weight = self.tokens.weight
 
     def forward(
-        self, x: Tensor, at: int | None = None, caches: Sequence[KVCache] | None = None,
-        documents: Tensor | None = None, targets: Tensor | None = None, tokens: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        at: int | None = None,
+        caches: Sequence[KVCache] | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits or, before the last stage, the residual stream for the next stage.
 
         Args:
@@ -219,15 +227,24 @@ class Transformer(Model):
             return self.criterion(self.output(x), targets)
         x, weight, group = loss.on_this_rank(x, self.head.weight)
         losses = loss.cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), self.vocab_size, self.softcap, compiled=self.compiled_loss,
+            x.flatten(0, 1),
+            weight,
+            targets.flatten(),
+            self.vocab_size,
+            self.softcap,
+            compiled=self.compiled_loss,
             group=group,
-        )  # fmt: skip
+        )
         return losses.view(targets.shape).mean(1)
 
     def features(
-        self, x: Tensor, caches: Sequence[KVCache] | None = None, documents: Tensor | None = None,
-        tokens: Tensor | None = None, context: Context | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        caches: Sequence[KVCache] | None = None,
+        documents: Tensor | None = None,
+        tokens: Tensor | None = None,
+        context: Context | None = None,
+    ) -> Tensor:
         """Return the residual stream (B, T, C) at the end of this stage, the input of the output layer in the last."""
         given = {"context": context} if context else {}
         if self.is_first:

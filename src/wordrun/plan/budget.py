@@ -39,11 +39,16 @@ def within_budget(fit: Fit) -> Fit:
         if needs[setting] <= budget:
             return tried
     least = min(needs, key=lambda setting: needs[setting])
-    raise ConfigError("\n".join([
-        f"train.memory_budget_gb={budget:g}: this run needs at least {needs[least]:.4g} GB on each rank, with "
-        f"train.activation_checkpointing={least}.",
-        *tried.remedies(Room(budget * GB * TOLERANCE)),
-    ]), page="plan.md#a-memory-budget")  # fmt: skip
+    raise ConfigError(
+        "\n".join(
+            [
+                f"train.memory_budget_gb={budget:g}: this run needs at least {needs[least]:.4g} GB on each rank, with "
+                f"train.activation_checkpointing={least}.",
+                *tried.remedies(Room(budget * GB * TOLERANCE)),
+            ]
+        ),
+        page="plan.md#a-memory-budget",
+    )
 
 
 def settings(cfg: Config) -> Iterator[str]:

@@ -62,9 +62,11 @@ class Comparison:
             sharing = per_node if self.device == "cpu" else 1
             plan += f" plan.memory={self.room.device * sharing / 2**30:.1f}"
         return [
-            "Estimated for each rank:", *table(self.fit.need), *self.fit.remedies(room),
+            "Estimated for each rank:",
+            *table(self.fit.need),
+            *self.fit.remedies(room),
             f"For all backends: {plan}, with this run's options.",
-        ]  # fmt: skip
+        ]
 
 
 def refuse_before_torch(cfg: Config, world: World) -> None:

@@ -121,10 +121,13 @@ def _ddp(options: DDPConfig, model: ModelShapes, strategy: Strategy, checkpointi
         buffers += FP32 * count
     size, state = FP32 * count, optimizer_state(strategy, shapes)
     return Memory(
-        parameters=size, gradients=size, optimizer=state, at_loss=buffers,
+        parameters=size,
+        gradients=size,
+        optimizer=state,
+        at_loss=buffers,
         buffers=buffers + FP32 * max(each.numel() for each in model.block),  # a new gradient before accumulation
         **activation_memory(model, strategy, checkpointing, model.layers),
-    )  # fmt: skip
+    )
 
 
 def optimizer_state(

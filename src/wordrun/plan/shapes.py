@@ -207,10 +207,14 @@ def _shapes(model: Transformer, child: str, plan: Mapping[str, Any]) -> list[Par
             tp_dim = _split_dim(module, name, styles) if styles else None
             shapes.append(
                 ParameterShape(
-                    tuple(parameter.shape), tp_dim, isinstance(module, nn.Linear), parameter.requires_grad,
-                    f"{path}.{name}" in matrices, ".experts." in path,
+                    tuple(parameter.shape),
+                    tp_dim,
+                    isinstance(module, nn.Linear),
+                    parameter.requires_grad,
+                    f"{path}.{name}" in matrices,
+                    ".experts." in path,
                 )
-            )  # fmt: skip
+            )
     return shapes
 
 

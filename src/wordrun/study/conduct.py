@@ -30,9 +30,11 @@ REMEDY = "or submit the study as one job: launch --submit ... -- wordrun study .
 def new_parser(study: str, description: str) -> argparse.ArgumentParser:
     """Return a parser to which a study adds its own options; see ``parse_study``."""
     return argparse.ArgumentParser(
-        f"wordrun study {study}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"wordrun study {study}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )  # fmt: skip
+    )
 
 
 def parse_study(

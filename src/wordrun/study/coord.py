@@ -36,15 +36,27 @@ again to continue: finished points are skipped. DIR receives points.csv, report.
 VERSION = 1
 """Of the columns."""
 FIXED = {
-    "train.eval_interval": "0", "train.checkpoint_interval": "0", "train.sample_interval": "0",
-    "train.sample_tokens": "0", "tracker": "jsonl", "train.log_interval": "1", "train.backend": "DDP",
+    "train.eval_interval": "0",
+    "train.checkpoint_interval": "0",
+    "train.sample_interval": "0",
+    "train.sample_tokens": "0",
+    "tracker": "jsonl",
+    "train.log_interval": "1",
+    "train.backend": "DDP",
     "train.compile": "false",
-}  # fmt: skip
+}
 """Options of every run."""
 CHOSEN = (
-    *FIXED, "train.max_iters", "hooks", "schedule", "optimizer.warmup_iters", "model.n_embd", "model.mup",
-    "model.mup_base_width", "model.mup_base_head_size",
-)  # fmt: skip
+    *FIXED,
+    "train.max_iters",
+    "hooks",
+    "schedule",
+    "optimizer.warmup_iters",
+    "model.n_embd",
+    "model.mup",
+    "model.mup_base_width",
+    "model.mup_base_head_size",
+)
 """Options that the study chooses."""
 KINDS = {"standard": "false", "mup": "true"}
 """Maps the parametrizations to model.mup."""
@@ -95,15 +107,21 @@ def columns_of(cfg: TransformerConfig) -> list[str]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("coord", DESCRIPTION)
     parser.add_argument(
-        "--widths", type=positive_numbers, default="64,128,256,512,1024", metavar="N,...",
+        "--widths",
+        type=positive_numbers,
+        default="64,128,256,512,1024",
+        metavar="N,...",
         help="values of model.n_embd (default 64,128,256,512,1024)",
-    )  # fmt: skip
+    )
     parser.add_argument("--base-width", type=int, metavar="N", help="model.mup_base_width (default: the smallest)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps before measuring (default 4)")
     parser.add_argument(
-        "--transfer", type=positive_numbers, default=[], metavar="LR,...",
+        "--transfer",
+        type=positive_numbers,
+        default=[],
+        metavar="LR,...",
         help="learning rates with which to train each width",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--transfer-steps", type=int, default=50, metavar="N", help="steps with each of them (default 50)"
     )

@@ -41,17 +41,25 @@ VERSION = 1
 """Of the columns."""
 COLUMNS = ("budget", "size", "parameters", "n", "flops_per_token", "steps", "tokens", "flops", "loss", "val_loss")
 FIXED = {
-    "train.checkpoint_interval": "0", "train.sample_interval": "0", "train.sample_tokens": "0", "tracker": "jsonl",
-}  # fmt: skip
+    "train.checkpoint_interval": "0",
+    "train.sample_interval": "0",
+    "train.sample_tokens": "0",
+    "tracker": "jsonl",
+}
 """Options of every run."""
 CHOSEN = ("train.max_iters", "train.eval_interval", *FIXED)
 """Options that the study chooses."""
 LEAST = 20
 """Steps below which a run says nothing about its size."""
 HEADS = {
-    "budget": "budget [FLOPs]", "sizes": "sizes", "n": "best N", "n_relative_error": "relative error",
-    "tokens": "tokens D", "tokens_per_n": "D / N", "loss": "loss",
-}  # fmt: skip
+    "budget": "budget [FLOPs]",
+    "sizes": "sizes",
+    "n": "best N",
+    "n_relative_error": "relative error",
+    "tokens": "tokens D",
+    "tokens_per_n": "D / N",
+    "loss": "loss",
+}
 NOTES = """\
 N counts the weights of matrix products: the blocks' and the output layer's, without embeddings. FLOPs are wordrun's own
 count, 6 N and the attention's share for each token. The best N is the minimum of a parabola in log N, and its error the
@@ -79,13 +87,19 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("isoflop", DESCRIPTION)
     parser.add_argument(
-        "--budgets", type=positive_numbers, required=True, metavar="C,...",
+        "--budgets",
+        type=positive_numbers,
+        required=True,
+        metavar="C,...",
         help="FLOPs of a run, such as 1e18,3e18,1e19",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--sizes", type=_sizes, required=True, metavar="KEY=N,...",
+        "--sizes",
+        type=_sizes,
+        required=True,
+        metavar="KEY=N,...",
         help="the sizes: an option with its values, such as model.n_embd=64,96,128",
-    )  # fmt: skip
+    )
     return parse_study(parser, argv, CHOSEN, "--budgets")
 
 
@@ -152,9 +166,13 @@ def _run_of(
         )
     attention = 12 * cfg.transformer.n_layer * cfg.transformer.attention_width() * cfg.transformer.block_size
     columns = {
-        "parameters": model.num_parameters(), "n": (per_token - attention) // 6, "flops_per_token": per_token,
-        "steps": steps, "tokens": steps * tokens, "flops": float(steps * tokens * per_token),
-    }  # fmt: skip
+        "parameters": model.num_parameters(),
+        "n": (per_token - attention) // 6,
+        "flops_per_token": per_token,
+        "steps": steps,
+        "tokens": steps * tokens,
+        "flops": float(steps * tokens * per_token),
+    }
     # Losses on the built-in sample, which replaces a text that cannot be downloaded, would not be comparable.
     more = {**FIXED, "data.offline": "error", "train.max_iters": steps, "train.eval_interval": steps}
     if not any(word.startswith("optimizer.warmup_iters=") for word in overrides):
@@ -251,8 +269,14 @@ def _values(each: Budget) -> dict[str, Any]:
         why = "below the smallest" if best.x < each.points[0][0] else "above the largest"
     else:
         ratio = each.tokens / best.x
-        return {**values, "n": best.x, "n_relative_error": best.error, "tokens": each.tokens, "tokens_per_n": ratio,
-                "loss": f"{best.y:.4f}"}  # fmt: skip
+        return {
+            **values,
+            "n": best.x,
+            "n_relative_error": best.error,
+            "tokens": each.tokens,
+            "tokens_per_n": ratio,
+            "loss": f"{best.y:.4f}",
+        }
     return {**dict.fromkeys(HEADS), **values, "n": why}
 
 

@@ -198,9 +198,15 @@ class Points:
         """
         for point in points:
             known = {
-                **point.columns, **values, "schema": self.schema, "point": point.name, "state": state, "reason": reason,
-                "run_dir": os.path.relpath(point.dir, self.folder), "overrides": options_of(point),
-            }  # fmt: skip
+                **point.columns,
+                **values,
+                "schema": self.schema,
+                "point": point.name,
+                "state": state,
+                "reason": reason,
+                "run_dir": os.path.relpath(point.dir, self.folder),
+                "overrides": options_of(point),
+            }
             unknown = known.keys() - set(self.columns)
             assert not unknown, f"not a column of {self.schema}: {unknown}"
             self.rows[point.name] = {name: cell(known.get(name)) for name in self.columns}

@@ -101,9 +101,12 @@ class Pool:
                 log.flush()
                 process = subprocess.Popen(
                     [sys.executable, "-m", "wordrun.launch", *words, *command],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(point),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(point),
                     preexec_fn=processes.before_exec(own_group=True, death_signal=signal.SIGTERM),
-                )  # fmt: skip
+                )
         except OSError as error:
             name = error.filename or point.log
             raise ConfigError(f"cannot start point {point.name}: {name}: {error.strerror}") from None

@@ -17,9 +17,16 @@ Row = Mapping[str, str]
 
 
 def write(
-    folder: Path, name: str, text: Sequence[str], heads: Mapping[str, str], table: Sequence[Mapping[str, Any]],
-    figures: Mapping[str, Any], notes: Sequence[str], points: Sequence[Row], command: Sequence[str],
-) -> list[Path]:  # fmt: skip
+    folder: Path,
+    name: str,
+    text: Sequence[str],
+    heads: Mapping[str, str],
+    table: Sequence[Mapping[str, Any]],
+    figures: Mapping[str, Any],
+    notes: Sequence[str],
+    points: Sequence[Row],
+    command: Sequence[str],
+) -> list[Path]:
     """Write NAME.csv, a PNG for each figure, and report.md; return their paths.
 
     Args:

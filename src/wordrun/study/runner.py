@@ -179,12 +179,15 @@ def _origin(run: RunRecord) -> dict[str, Any]:
     facts, launch = run.facts, run.launches[-1] if run.launches else {}
     world = facts.get("world") or {}
     return {
-        "ranks": world.get("size"), "nodes": world.get("nodes"), "started": facts.get("start"),
-        "device": facts.get("device_name"), "site": launch.get("site"),
+        "ranks": world.get("size"),
+        "nodes": world.get("nodes"),
+        "started": facts.get("start"),
+        "device": facts.get("device_name"),
+        "site": launch.get("site"),
         "commit": facts.get("wordrun_commit", facts.get("git_commit")),
         "versions": "; ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
         "hosts": " ".join(run.hosts[:8]),
-    }  # fmt: skip
+    }
 
 
 def _count(points: int) -> str:

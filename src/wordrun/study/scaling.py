@@ -42,21 +42,40 @@ without accumulation"""
 VERSION = 3
 """Of the columns."""
 COLUMNS = (
-    "backend", "scaling", "global_batch", "step_s", "step_s_min", "step_s_max", "tps", "tps_min", "tps_max", "mfu",
+    "backend",
+    "scaling",
+    "global_batch",
+    "step_s",
+    "step_s_min",
+    "step_s_max",
+    "tps",
+    "tps_min",
+    "tps_max",
+    "mfu",
     "memory_gib",
-)  # fmt: skip
+)
 FIXED = {
-    "train.eval_interval": "0", "train.checkpoint_interval": "0", "train.sample_interval": "0",
-    "train.sample_tokens": "0", "train.report": "false", "tracker": "jsonl",
-}  # fmt: skip
+    "train.eval_interval": "0",
+    "train.checkpoint_interval": "0",
+    "train.sample_interval": "0",
+    "train.sample_tokens": "0",
+    "train.report": "false",
+    "tracker": "jsonl",
+}
 """Options of every run: nothing but steps is measured."""
 CHOSEN = ("train.max_iters", "train.log_interval", "train.backend", *FIXED)
 """Options that the study chooses."""
 HEADS = {
-    "tps": "tokens/s", "tps_min": "min", "tps_max": "max", "speed_up": "speed-up", "efficiency": "efficiency",
-    "step_ms": "step [ms]", "mfu": "MFU [%]", "memory_gib": "memory [GiB]",
+    "tps": "tokens/s",
+    "tps_min": "min",
+    "tps_max": "max",
+    "speed_up": "speed-up",
+    "efficiency": "efficiency",
+    "step_ms": "step [ms]",
+    "mfu": "MFU [%]",
+    "memory_gib": "memory [GiB]",
     "node_hours": "node hours per 10^9 tokens",
-}  # fmt: skip
+}
 NOTES = """\
 Tokens/s are the median of {measurements} of {steps} steps each, after {steps} steps to warm up; min and max are
 the slowest and the fastest measurement. Speed-up and efficiency refer to the fastest backend on {least}. MFU is the
@@ -124,9 +143,12 @@ def _points(args: argparse.Namespace) -> Iterator[Point]:
         for label in labels:
             name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', label)}-{size}"
             columns = {
-                "ranks": ranks.np, "nodes": ranks.nodes, "backend": label, "scaling": "weak" if args.weak else "strong",
+                "ranks": ranks.np,
+                "nodes": ranks.nodes,
+                "backend": label,
+                "scaling": "weak" if args.weak else "strong",
                 "global_batch": batch,
-            }  # fmt: skip
+            }
             overrides, problem = [*args.overrides, *choices[label], *_steps(args)], ""
             try:
                 overrides += _fit_batch(overrides, batch, ranks)
@@ -222,10 +244,16 @@ def _results(row: Row, base: Row, unit: str) -> dict[str, Any]:
     tps, step = float(row["tps"]), number(row, "step_s") or 0.0
     speed_up = tps / float(base["tps"])
     return {
-        "tps": tps, "tps_min": number(row, "tps_min"), "tps_max": number(row, "tps_max"), "speed_up": speed_up,
-        "efficiency": speed_up * int(base[unit]) / int(row[unit]), "step_ms": 1000 * step, "mfu": number(row, "mfu"),
-        "memory_gib": number(row, "memory_gib"), "node_hours": int(row["nodes"]) * 1e9 / tps / 3600,
-    }  # fmt: skip
+        "tps": tps,
+        "tps_min": number(row, "tps_min"),
+        "tps_max": number(row, "tps_max"),
+        "speed_up": speed_up,
+        "efficiency": speed_up * int(base[unit]) / int(row[unit]),
+        "step_ms": 1000 * step,
+        "mfu": number(row, "mfu"),
+        "memory_gib": number(row, "memory_gib"),
+        "node_hours": int(row["nodes"]) * 1e9 / tps / 3600,
+    }
 
 
 def _figure(table: Sequence[dict[str, Any]], unit: str, base: Row) -> Any:

@@ -17,7 +17,7 @@ from optuna.distributions import (
     CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
-)  # fmt: skip
+)
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -97,9 +97,14 @@ def distribution(override: Override) -> BaseDistribution:
 
 
 def run(
-    folder: Path, command: Sequence[str], launcher: LauncherOptions, options: SweeperOptions,
-    space: Mapping[str, BaseDistribution], fixed: Sequence[str], subdir: Callable[[Sequence[str], int], str],
-) -> int:  # fmt: skip
+    folder: Path,
+    command: Sequence[str],
+    launcher: LauncherOptions,
+    options: SweeperOptions,
+    space: Mapping[str, BaseDistribution],
+    fixed: Sequence[str],
+    subdir: Callable[[Sequence[str], int], str],
+) -> int:
     """Search until the study has ``options.n_trials`` points, and show the best; return the exit status.
 
     Raises:
@@ -128,9 +133,10 @@ def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: 
     """Return the study, a new one if there is none; points that were running are retried."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     pruner: optuna.pruners.BasePruner = {
-        "median": optuna.pruners.MedianPruner, "asha": optuna.pruners.SuccessiveHalvingPruner,
+        "median": optuna.pruners.MedianPruner,
+        "asha": optuna.pruners.SuccessiveHalvingPruner,
         "none": optuna.pruners.NopPruner,
-    }[options.pruner]()  # fmt: skip
+    }[options.pruner]()
     name, storage = options.study_name, options.storage or f"sqlite:///{(folder / 'study.db').absolute()}"
     before = optuna.create_study(
         storage=storage, study_name=name, direction="maximize" if higher else "minimize", load_if_exists=True
@@ -138,9 +144,10 @@ def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: 
     # The same seed again would draw the same points again.
     seed = None if options.seed is None else options.seed + len(before.get_trials(deepcopy=False))
     sampler = (
-        optuna.samplers.RandomSampler(seed) if options.sampler == "random"
+        optuna.samplers.RandomSampler(seed)
+        if options.sampler == "random"
         else optuna.samplers.TPESampler(seed=seed, constant_liar=several)
-    )  # fmt: skip
+    )
     study = optuna.load_study(storage=storage, study_name=name, sampler=sampler, pruner=pruner)
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
@@ -170,9 +177,15 @@ class Search:
     """A search in progress."""
 
     def __init__(
-        self, study: optuna.Study, sweep: Sweep, options: SweeperOptions, higher: bool,
-        space: dict[str, BaseDistribution], fixed: list[str], subdir: Callable[[Sequence[str], int], str],
-    ) -> None:  # fmt: skip
+        self,
+        study: optuna.Study,
+        sweep: Sweep,
+        options: SweeperOptions,
+        higher: bool,
+        space: dict[str, BaseDistribution],
+        fixed: list[str],
+        subdir: Callable[[Sequence[str], int], str],
+    ) -> None:
         self.study, self.sweep, self.options, self.higher = study, sweep, options, higher
         self.space, self.fixed, self.subdir = space, fixed, subdir
         self.runner = sweep.runner()
@@ -187,8 +200,9 @@ class Search:
         before = self.count()
         print(
             f"sweep {self.sweep.dir}: {max(0, self.options.n_trials - before)} of {self.options.n_trials} points, "
-            f"{len(found)} at a time", flush=True,
-        )  # fmt: skip
+            f"{len(found)} at a time",
+            flush=True,
+        )
         looked = 0.0
         sweep, keys = self.sweep, self.space
         with Pool(sweep.dir, sweep.command, sweep.options.launch(), found) as pool:

@@ -184,9 +184,12 @@ class Sweep:
 
 
 def launch(
-    folder: Path, command: Sequence[str], options: LauncherOptions, batch: Sequence[Sequence[str]],
+    folder: Path,
+    command: Sequence[str],
+    options: LauncherOptions,
+    batch: Sequence[Sequence[str]],
     subdir: Callable[[Sequence[str], int], str],
-) -> int:  # fmt: skip
+) -> int:
     """Run a batch of points, or submit jobs that do; return the exit status.
 
     Args:

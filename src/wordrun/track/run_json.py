@@ -19,17 +19,33 @@ METRICS = "metrics.jsonl"
 NO_REASON = ("", "running", DIED)
 """What run.json says of a run that could not record why it ended."""
 PART = {
-    "start": str, "end": str, "exit_reason": str, "steps": int, "seconds": (int, float), "backend": str,
-    "world": {"hosts": [str], "size": int, "nodes": int}, "resumed_from": {"step": int, "named": str, "memory": str},
-}  # fmt: skip
+    "start": str,
+    "end": str,
+    "exit_reason": str,
+    "steps": int,
+    "seconds": (int, float),
+    "backend": str,
+    "world": {"hosts": [str], "size": int, "nodes": int},
+    "resumed_from": {"step": int, "named": str, "memory": str},
+}
 """The types of what run.json says of each part of a run."""
 KINDS: dict[str, Any] = {
-    **PART, "earlier": [PART], "recoveries": [{"time": (int, float)}], "versions": {}, "data": {},
-}  # fmt: skip
+    **PART,
+    "earlier": [PART],
+    "recoveries": [{"time": (int, float)}],
+    "versions": {},
+    "data": {},
+}
 """The types of what run.json says of the run; what it says besides is only shown."""
 LAUNCH = {
-    "launch": [str], "command": [str], "launcher": str, "launcher_path": str, "scheduler": str, "job": str, "site": str,
-}  # fmt: skip
+    "launch": [str],
+    "command": [str],
+    "launcher": str,
+    "launcher_path": str,
+    "scheduler": str,
+    "job": str,
+    "site": str,
+}
 """The same for launch.json."""
 QUIET_S = 600
 """A run on another machine that has written nothing for this time [s] is shown as silent."""

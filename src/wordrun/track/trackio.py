@@ -27,9 +27,13 @@ class TrackioTracker(AppendOnlyTracker):
         self._trackio = trackio
         with _silent():
             self._run = trackio.init(
-                options.project, run.path.name, space_id=options.space_id, config=run.flat(), embed=False,
+                options.project,
+                run.path.name,
+                space_id=options.space_id,
+                config=run.flat(),
+                embed=False,
                 resume="allow" if state else "never",
-            )  # fmt: skip
+            )
 
     def append(self, step: int, metrics: dict[str, Any]) -> None:
         """Pass a line of metrics to trackio's thread."""

@@ -61,10 +61,17 @@ class WandbTracker(BackgroundTracker):
         limits = {"init_timeout": 30, "finish_timeout": FINISH_TIMEOUT_S}  # old versions lack the latter
         known = {name: limit for name, limit in limits.items() if name in wandb.Settings.model_fields}
         settings: dict[str, Any] = {
-            "project": options.project, "entity": options.entity, "group": options.group, "tags": options.tags,
-            "dir": str(run.path), "name": run.path.name, "config": {**asdict(run.cfg), **run.facts}, "id": self._id,
-            "settings": wandb.Settings(console="off", silent=True, **known), **more,
-        }  # fmt: skip
+            "project": options.project,
+            "entity": options.entity,
+            "group": options.group,
+            "tags": options.tags,
+            "dir": str(run.path),
+            "name": run.path.name,
+            "config": {**asdict(run.cfg), **run.facts},
+            "id": self._id,
+            "settings": wandb.Settings(console="off", silent=True, **known),
+            **more,
+        }
         (run.path / "wandb").mkdir(exist_ok=True)  # without it, wandb writes to the temporary directory
         began = any(run.path.glob(f"wandb/*run-*-{self._id}"))
         try:

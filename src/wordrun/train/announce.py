@@ -29,11 +29,13 @@ def start_facts(trainer: Training) -> dict[str, Any]:
     """Return the description of a run besides its config."""
     seed = trainer.cfg.train.seed
     return {
-        **trainer.task.facts(), "device_name": device_name(trainer.backend.device),
-        "dtype": str(trainer.backend.dtype).removeprefix("torch."), "global_batch_size": trainer.examples_per_step,
+        **trainer.task.facts(),
+        "device_name": device_name(trainer.backend.device),
+        "dtype": str(trainer.backend.dtype).removeprefix("torch."),
+        "global_batch_size": trainer.examples_per_step,
         "gradient_accumulation_steps": accumulation(trainer.cfg, trainer.layout.dp),
         "seeds": {"weights": seed, "data": seed, "rank_0": resume.rank_seed(trainer.cfg, 0)},
-    }  # fmt: skip
+    }
 
 
 def announce(trainer: Training, facts: dict[str, Any]) -> None:
@@ -46,16 +48,24 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
     if alone and (hint := unused(trainer.command, torch.accelerator.device_count(), os.environ)):
         LOGGER.info(hint)
     LOGGER.info(
-        "model %s: %s parameters%s, %s, %s on %s", cfg.model.name, f"{facts['parameters']:,}",
-        f", {facts['active_parameters']:,} active" if "active_parameters" in facts else "", cfg.train.backend,
-        facts["dtype"], facts["device_name"],
-    )  # fmt: skip
+        "model %s: %s parameters%s, %s, %s on %s",
+        cfg.model.name,
+        f"{facts['parameters']:,}",
+        f", {facts['active_parameters']:,} active" if "active_parameters" in facts else "",
+        cfg.train.backend,
+        facts["dtype"],
+        facts["device_name"],
+    )
     ranks = f"{dp} {'data-parallel ' * (dp < world.size)}rank{'s' * (dp > 1)}"
     LOGGER.info(
-        "batch: %d %s = %s x %d x %d accumulation%s", trainer.examples_per_step, trainer.task.unit, ranks,
-        cfg.model.batch_size, accumulation(cfg, dp),
+        "batch: %d %s = %s x %d x %d accumulation%s",
+        trainer.examples_per_step,
+        trainer.task.unit,
+        ranks,
+        cfg.model.batch_size,
+        accumulation(cfg, dp),
         "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
-    )  # fmt: skip
+    )
     if warning := spread_context(cfg, trainer.layout, world.per_node, trainer.task.shapes):
         LOGGER.warning(warning)
     if "lr_range" not in cfg.hooks and (hint := unfinished_warmup(cfg.optimizer, cfg.train.max_iters)):

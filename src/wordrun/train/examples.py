@@ -81,9 +81,12 @@ class ExamplesTask(Task):
         train, val = len(self.data.train), len(self.data.val)
         LOGGER.info(
             "data %s: %s%s training and %s validation examples; %.2f epochs",
-            self.cfg.data.name, f"{self.data.origin}; " * bool(self.data.origin), f"{train:,}", f"{val:,}",
+            self.cfg.data.name,
+            f"{self.data.origin}; " * bool(self.data.origin),
+            f"{train:,}",
+            f"{val:,}",
             examples / train,
-        )  # fmt: skip
+        )
         if self.data.draws and (self.cfg.data.prefetch or self.data.threads > 1):
             LOGGER.info(
                 "data %s: each example is read with a seed of its own, between the steps and in one thread; if reading "

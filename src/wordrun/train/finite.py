@@ -40,8 +40,11 @@ def counts(trainer: Training, result: StepResult) -> bool:
     """
     train, step = trainer.cfg.train, trainer.step + 1
     intervals = (
-        train.log_interval, train.checkpoint_interval, train.memory_checkpoint_interval, train.eval_interval,
-    )  # fmt: skip
+        train.log_interval,
+        train.checkpoint_interval,
+        train.memory_checkpoint_interval,
+        train.eval_interval,
+    )
     on_cpu, independent = trainer.backend.device.type == "cpu", trainer.cfg.backend.independent
     always = (on_cpu and not independent) or train.on_nonfinite == "skip"
     checked = always or step in (1, train.max_iters) or any(due(step, interval) for interval in intervals)

@@ -60,9 +60,13 @@ def _own_names(group: str, folders: Sequence[Path]) -> set[str]:
 
 def _wrapped(text: str, title: str = "  ") -> str:
     return textwrap.fill(
-        text, help_width(), initial_indent=title, subsequent_indent="  ", break_long_words=False,
+        text,
+        help_width(),
+        initial_indent=title,
+        subsequent_indent="  ",
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def changed_groups(cfg: Config, plain: Config, overrides: Sequence[str]) -> list[str]:

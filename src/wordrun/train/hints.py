@@ -93,9 +93,15 @@ def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: i
 
 
 def next_steps(
-    run_dir: Path, command: Sequence[str], ranks: int, max_iters: int, *, finished: bool,
-    huggingface: bool = True, generates: bool = True,
-) -> str:  # fmt: skip
+    run_dir: Path,
+    command: Sequence[str],
+    ranks: int,
+    max_iters: int,
+    *,
+    finished: bool,
+    huggingface: bool = True,
+    generates: bool = True,
+) -> str:
     """Return what can be done next with the run in ``run_dir``; an empty string if it has no checkpoint.
 
     Args:

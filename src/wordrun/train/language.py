@@ -197,9 +197,16 @@ class LanguageTask(Task):
         model, val = self.cfg.text_model, self.corpus.val
         rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
         return FixedSet(
-            val, model.block_size, model.batch_size, count, self.dp_rank, self.layout.dp, self.sequences.document,
-            parts, rows,
-        )  # fmt: skip
+            val,
+            model.block_size,
+            model.batch_size,
+            count,
+            self.dp_rank,
+            self.layout.dp,
+            self.sequences.document,
+            parts,
+            rows,
+        )
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the perplexity."""
@@ -210,9 +217,15 @@ class LanguageTask(Task):
         return [Sample()] if self._samples() else []
 
     def generate(  # type: ignore[override]
-        self, backend: Backend, prompt: str | None = None, length: int | None = None, *,
-        temperature: float | None = None, top_k: int | None = None, seed: int | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        backend: Backend,
+        prompt: str | None = None,
+        length: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+    ) -> str:
         """Return ``prompt`` and its generated continuation, for pairs the answer; every rank must call this.
 
         Args:
@@ -248,9 +261,14 @@ class LanguageTask(Task):
         # Without torch.compile, which would recompile for each length of the growing text.
         with evaluation_mode(backend), torch.compiler.set_stance("force_eager"):
             text = generate(
-                logits_of, tokens, length, block_size=self.cfg.text_model.block_size, temperature=temperature,
-                top_k=top_k, seed=train.seed if seed is None else seed,
-            )  # fmt: skip
+                logits_of,
+                tokens,
+                length,
+                block_size=self.cfg.text_model.block_size,
+                temperature=temperature,
+                top_k=top_k,
+                seed=train.seed if seed is None else seed,
+            )
         return self.tokenizer.decode(self._shown(text[0].cpu().numpy(), len(begin))[hidden:])
 
     def _predictor(self, backend: Backend) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -290,12 +308,15 @@ class LanguageTask(Task):
         corpus, active = self.corpus, self.meta_model.num_active_parameters()
         return {
             "data": {
-                "origin": corpus.origin, "banner": self.banner, "vocab_size": self.vocab_size,
-                "train_tokens": len(corpus.train), "val_tokens": len(corpus.val),
+                "origin": corpus.origin,
+                "banner": self.banner,
+                "vocab_size": self.vocab_size,
+                "train_tokens": len(corpus.train),
+                "val_tokens": len(corpus.val),
             },
             "parameters": self.meta_model.num_parameters(),
             **({"active_parameters": active} if active < self.meta_model.num_parameters() else {}),
-        }  # fmt: skip
+        }
 
     def fixed(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint, besides options."""
@@ -312,9 +333,14 @@ class LanguageTask(Task):
         corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",
-            self.cfg.data.name, corpus.origin, f"{len(corpus.train):,}", f"{len(corpus.val):,}",
-            self.vocab_size, epochs, self.tokens_per_example,
-        )  # fmt: skip
+            self.cfg.data.name,
+            corpus.origin,
+            f"{len(corpus.train):,}",
+            f"{len(corpus.val):,}",
+            self.vocab_size,
+            epochs,
+            self.tokens_per_example,
+        )
         dropout = getattr(self.cfg.model, "dropout", 0)
         most = EPOCHS_WITH_DROPOUT if dropout else EPOCHS
         if epochs > most:
@@ -322,8 +348,10 @@ class LanguageTask(Task):
             LOGGER.warning(
                 "the run makes %.0f passes over its training text and may memorize it, so that the validation "
                 "loss rises: use train.max_iters=%d or fewer, more text, %s or hooks=[early_stop]",
-                epochs, steps, "a larger model.dropout" if dropout else "model.dropout=0.2",
-            )  # fmt: skip
+                epochs,
+                steps,
+                "a larger model.dropout" if dropout else "model.dropout=0.2",
+            )
         if self.no_samples and self.cfg.train.sample_tokens:
             LOGGER.warning("no samples: %s", self.no_samples)
         if self.banner:

@@ -91,8 +91,11 @@ class MemoryCheck:
             chosen, need = self.settled.train.activation_checkpointing, self._fit.need.total / 1e9
             LOGGER.info(
                 "train.memory_budget_gb=%g: train.activation_checkpointing=%s, and each rank needs about %.4g GB",
-                budget, chosen, need, extra=FIRST_RANK,
-            )  # fmt: skip
+                budget,
+                chosen,
+                need,
+                extra=FIRST_RANK,
+            )
         if self._fit is not None and not self._fit.fits(self.room):
             off = f"estimates are up to {TOLERANCE - 1:.0%} off"
             LOGGER.warning("memory may run out: %s (%s)", self._compared(self._fit), off, extra=FIRST_RANK)

@@ -68,9 +68,13 @@ class Meter:
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, ranks: int, tokens_per_example: int | None,
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: int,
+        tokens_per_example: int | None,
         flops_per_example: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.clock = Stopwatch(device)
         self.device, self.ranks = device, ranks
         self.tokens_per_example, self.flops_per_example = tokens_per_example, flops_per_example
@@ -103,27 +107,47 @@ class Meter:
         losses, self._losses = torch.stack(self._losses).tolist(), []
         means, most = self._reduce(
             [
-                sum(seconds.get(name, 0.0) for name in PHASES), seconds.get("forward", math.nan),
-                seconds.get("backward", math.nan), seconds.get("data", 0.0),
-                math.nan if collectives else seconds.get("communication", 0.0), seconds.get("optimizer", 0.0),
+                sum(seconds.get(name, 0.0) for name in PHASES),
+                seconds.get("forward", math.nan),
+                seconds.get("backward", math.nan),
+                seconds.get("data", 0.0),
+                math.nan if collectives else seconds.get("communication", 0.0),
+                seconds.get("optimizer", 0.0),
                 *losses,
             ],
-            own, [seconds.get("hooks", 0.0), *used_memory(self.device)],
-        )  # fmt: skip
+            own,
+            [seconds.get("hooks", 0.0), *used_memory(self.device)],
+        )
         dt, dtf, dtb, data, communication, optimizer, *losses = means
         hooks, memory, peak, slowest, behind = most
         state.spikes.add(losses, state.step - len(losses) + 1)
         sps = examples / steps / dt
         size, flops = self.tokens_per_example or 0, self.flops_per_example
         line = {
-            "step": state.step, "loss": losses[-1], "lr": lr, "grad_norm": result.grad_norm.item(),
-            "dt": dt, "dtf": dtf, "dtb": dtb, "dt_data": data, "dt_comm": communication, "dt_optimizer": optimizer,
-            "dt_hooks": hooks, "slowest_rank": slowest, "slowest_by": behind,
-            "sps": sps, "sps_per_gpu": sps / self.ranks, "tps": sps * size, "tps_per_gpu": sps * size / self.ranks,
+            "step": state.step,
+            "loss": losses[-1],
+            "lr": lr,
+            "grad_norm": result.grad_norm.item(),
+            "dt": dt,
+            "dtf": dtf,
+            "dtb": dtb,
+            "dt_data": data,
+            "dt_comm": communication,
+            "dt_optimizer": optimizer,
+            "dt_hooks": hooks,
+            "slowest_rank": slowest,
+            "slowest_by": behind,
+            "sps": sps,
+            "sps_per_gpu": sps / self.ranks,
+            "tps": sps * size,
+            "tps_per_gpu": sps * size / self.ranks,
             "mfu": 100 * sps * flops / (self.ranks * self.peak) if self.peak and flops else None,
-            **state.spikes.metrics(), "memory": memory, "memory_peak": peak,
-            "tokens": state.position * size, "time": state.elapsed(),
-        }  # fmt: skip
+            **state.spikes.metrics(),
+            "memory": memory,
+            "memory_peak": peak,
+            "tokens": state.position * size,
+            "time": state.elapsed(),
+        }
         return line if size else {name: value for name, value in line.items() if name not in OF_TOKENS}
 
     def _reduce(self, values: list[float], own: float, most: list[float]) -> tuple[list[float], list[Any]]:
@@ -188,8 +212,11 @@ def rate(metrics: dict[str, Any]) -> str:
 def one_line(metrics: dict[str, Any], max_iters: int, seconds_left: float = 0.0) -> str:
     """Return the most important of ``metrics`` as a line for the log."""
     parts = [
-        f"step {metrics['step']}/{max_iters}", f"loss {metrics['loss']:.4f}", f"lr {metrics['lr']:.2e}", rate(metrics),
-    ]  # fmt: skip
+        f"step {metrics['step']}/{max_iters}",
+        f"loss {metrics['loss']:.4f}",
+        f"lr {metrics['lr']:.2e}",
+        rate(metrics),
+    ]
     if metrics["mfu"] is not None:
         parts.append(f"MFU {metrics['mfu']:.1f} %")
     parts.append(f"{metrics['memory']:.2f} GiB")

@@ -11,10 +11,13 @@ from wordrun.common.validation import above_zero, metric_of, not_negative, one_o
 
 DTYPES = {
     "auto": "auto",
-    "fp32": "fp32", "float32": "fp32",
-    "bf16": "bf16", "bfloat16": "bf16",
-    "fp16": "fp16", "float16": "fp16",
-}  # fmt: skip
+    "fp32": "fp32",
+    "float32": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+}
 
 
 @dataclass

@@ -19,9 +19,12 @@ from wordrun.config import project
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
     return {
-        "wordrun": __version__, "python": platform.python_version(), "torch": str(torch.__version__),
-        "numpy": numpy.__version__, "platform": platform.platform(),
-    }  # fmt: skip
+        "wordrun": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+    }
 
 
 def commits() -> dict[str, str | None]:

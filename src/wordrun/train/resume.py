@@ -37,14 +37,45 @@ FREE = {
     "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas", "decay_lr"},
     "train": {
-        "backend", "max_iters", "global_batch_size", "eval_interval", "eval_iters", "log_interval", "sample_interval",
-        "sample_tokens", "sample_prompt", "temperature", "top_k", "compile", "compile_scope",
-        "activation_checkpointing", "activation_offload", "memory_budget_gb", "device", "check_memory", "timeout_s",
-        "hang_s", "checkpoint_interval", "keep_checkpoints", "memory_checkpoint_interval", "save_best", "best_metric",
-        "best_mode", "async_save", "on_save_error", "on_nonfinite", "resume", "init_from", "deterministic",
+        "backend",
+        "max_iters",
+        "global_batch_size",
+        "eval_interval",
+        "eval_iters",
+        "log_interval",
+        "sample_interval",
+        "sample_tokens",
+        "sample_prompt",
+        "temperature",
+        "top_k",
+        "compile",
+        "compile_scope",
+        "activation_checkpointing",
+        "activation_offload",
+        "memory_budget_gb",
+        "device",
+        "check_memory",
+        "timeout_s",
+        "hang_s",
+        "checkpoint_interval",
+        "keep_checkpoints",
+        "memory_checkpoint_interval",
+        "save_best",
+        "best_metric",
+        "best_mode",
+        "async_save",
+        "on_save_error",
+        "on_nonfinite",
+        "resume",
+        "init_from",
+        "deterministic",
     },
-    "backend": None, "tracker": None, "profiler": None, "hooks": None, "metrics": None,
-}  # fmt: skip
+    "backend": None,
+    "tracker": None,
+    "profiler": None,
+    "hooks": None,
+    "metrics": None,
+}
 """Options that may change when a run is resumed (None: the whole section): steps, intervals, layout, outputs."""
 
 # A new run looks at this many of the newest others for one that could be continued instead.
@@ -54,9 +85,14 @@ NEWEST = 5
 RNG = "rng"
 """What the RNG states of all ranks are called in a checkpoint."""
 STATE = {
-    "fixed": dict, "facts": dict, "metrics": dict, "seconds": float, "position": int, "backend_name": str,
+    "fixed": dict,
+    "facts": dict,
+    "metrics": dict,
+    "seconds": float,
+    "position": int,
+    "backend_name": str,
     "layout": list,
-}  # fmt: skip
+}
 """What the manifest of a checkpoint must contain for a run to resume from it."""
 
 
@@ -301,13 +337,21 @@ def manifest(trainer: Training) -> dict[str, Any]:
     """Return the contents of a checkpoint's manifest, besides its files."""
     cfg = trainer.cfg
     return {
-        **trainer.state.state_dict(), **trainer.task.manifest(trainer.state.position), "time": time.time(),
-        "backend_name": cfg.train.backend, "layout": list(trainer.layout.shape), "ranks": trainer.world.size,
+        **trainer.state.state_dict(),
+        **trainer.task.manifest(trainer.state.position),
+        "time": time.time(),
+        "backend_name": cfg.train.backend,
+        "layout": list(trainer.layout.shape),
+        "ranks": trainer.world.size,
         "dtype": trainer.precision,
-        "config": to_plain(cfg), "fixed": fixed_options(cfg), "facts": _facts(trainer),
-        "trackers": trainer.run.tracker_states(), "run": trainer.run.checkpointed(),
-        "hooks": trainer.hooks.states(), "rng": RNG,
-    }  # fmt: skip
+        "config": to_plain(cfg),
+        "fixed": fixed_options(cfg),
+        "facts": _facts(trainer),
+        "trackers": trainer.run.tracker_states(),
+        "run": trainer.run.checkpointed(),
+        "hooks": trainer.hooks.states(),
+        "rng": RNG,
+    }
 
 
 def _facts(trainer: Training) -> dict[str, Any]:

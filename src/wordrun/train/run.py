@@ -116,9 +116,14 @@ class Run:
         _adopt_launch_record(self.path)
         _point_latest_at(self.path)
         self.record = {
-            "versions": versions(), **commits(), "start": now(), "world": asdict(self.world),
-            **facts, **_compared_by(self.cfg), "exit_reason": "running",
-        }  # fmt: skip
+            "versions": versions(),
+            **commits(),
+            "start": now(),
+            "world": asdict(self.world),
+            **facts,
+            **_compared_by(self.cfg),
+            "exit_reason": "running",
+        }
         if start.source is not None:
             # Starting a branch again, with the same train.resume, continues it.
             branch = str(start.folder.path) if start.folder else ""
@@ -222,8 +227,12 @@ class Run:
                 where = traceback.extract_tb(error.__traceback__)[:2][-1]  # the tracker's own line
                 LOGGER.warning(
                     "tracker=%s failed (%s: %s, in %s:%d): the run continues without it; metrics.jsonl has all metrics",
-                    name, type(error).__name__, first_line(error), Path(where.filename).name, where.lineno,
-                )  # fmt: skip
+                    name,
+                    type(error).__name__,
+                    first_line(error),
+                    Path(where.filename).name,
+                    where.lineno,
+                )
                 del self.trackers[name]
                 with contextlib.suppress(Exception):
                     tracker.abandon()
@@ -409,8 +418,9 @@ class Recoveries:
         faults = json.loads(os.environ.get("WORDRUN_FAULTS", "[]"))
         self._new = [
             {**fault, "resumed_step": step, "source": source, "seconds": None}
-            for fault in faults if fault["time"] not in noted
-        ]  # fmt: skip
+            for fault in faults
+            if fault["time"] not in noted
+        ]
         self.all = [*before, *self._new]
         """Each with the keys rank, pid, cause, last_step, time, resumed_step, source and seconds, if known."""
 

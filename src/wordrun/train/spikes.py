@@ -43,8 +43,12 @@ class SpikeDetector:
             score, step, loss = max(spikes)
             LOGGER.warning(
                 "loss spike at step %d: %.4f is %.1f standard deviations above the mean of the %d steps before",
-                step, loss, score, self.options.window, extra=FIRST_RANK,
-            )  # fmt: skip
+                step,
+                loss,
+                score,
+                self.options.window,
+                extra=FIRST_RANK,
+            )
 
     def score(self, loss: float) -> float | None:
         """Return the score of ``loss``, or None if there is none yet, and add it to the window."""

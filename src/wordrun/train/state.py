@@ -12,8 +12,16 @@ from wordrun.train.hooks.options import SpikesConfig
 from wordrun.train.spikes import SpikeDetector
 
 STORED = (
-    "step", "position", "best_loss", "best_metric", "best_value", "best_step", "evaluated_step", "skipped", "compiled",
-)  # fmt: skip
+    "step",
+    "position",
+    "best_loss",
+    "best_metric",
+    "best_value",
+    "best_step",
+    "evaluated_step",
+    "skipped",
+    "compiled",
+)
 """Fields that a checkpoint stores as they are."""
 
 
@@ -119,10 +127,12 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint's manifest, JSON-serializable."""
         return {
-            **{name: getattr(self, name) for name in STORED}, "rollbacks": self.rollbacks, "seconds": self.elapsed(),
+            **{name: getattr(self, name) for name in STORED},
+            "rollbacks": self.rollbacks,
+            "seconds": self.elapsed(),
             "spikes": self.spikes.state_dict(),
             "metrics": {name: value for name, value in self.metrics.items() if name == "loss" or name[:4] == "val_"},
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` returned, in this version or an earlier one."""

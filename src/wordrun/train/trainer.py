@@ -75,9 +75,13 @@ class Trainer(Training):
     task: Task
 
     def __init__(
-        self, cfg: Config, world: dist.World | None = None, log_handle: log.LogHandle | None = None,
-        hooks: Sequence[Hook] = (), command: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        cfg: Config,
+        world: dist.World | None = None,
+        log_handle: log.LogHandle | None = None,
+        hooks: Sequence[Hook] = (),
+        command: Sequence[str] = (),
+    ) -> None:
         self.cfg = cfg
         self.command = command
         self.state = TrainState()
@@ -136,7 +140,7 @@ class Trainer(Training):
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         spec = backend.BackendSpec(
             self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
-        )  # fmt: skip
+        )
         with self.memory.explained():
             self.backend = backend.build(spec)
         closers.callback(self.backend.close)
@@ -145,9 +149,12 @@ class Trainer(Training):
         count = cfg.train.eval_iters and cfg.train.eval_iters * self.examples_per_step
         self.evaluation = Evaluation(cfg, self.task, self.backend, self.task.validation_set(count))
         self.meter = Meter(
-            self.backend.device, self.backend.dtype, world.size, self.task.tokens_per_example,
+            self.backend.device,
+            self.backend.dtype,
+            world.size,
+            self.task.tokens_per_example,
             self.task.flops_per_example,
-        )  # fmt: skip
+        )
         self.stop = StopSignal(self.backend.device)
         self.profiler = profile.build(cfg, world)
         first = [*([Compile()] if cfg.train.compile == "auto" else []), Log(), Bar(), Evaluate()]
@@ -276,11 +283,16 @@ class Trainer(Training):
         """Return the result so far."""
         state, size = self.state, self.task.tokens_per_example
         return Summary(
-            steps=state.step, tokens=None if size is None else state.position * size, seconds=state.elapsed(),
-            loss=state.metrics.get("loss"), val_loss=state.metrics.get("val_loss"), best_val_loss=state.best_loss,
-            best_metric=self.cfg.train.best_metric, best_value=state.best_value,
+            steps=state.step,
+            tokens=None if size is None else state.position * size,
+            seconds=state.elapsed(),
+            loss=state.metrics.get("loss"),
+            val_loss=state.metrics.get("val_loss"),
+            best_val_loss=state.best_loss,
+            best_metric=self.cfg.train.best_metric,
+            best_value=state.best_value,
             best_step=None if state.best_value is None else state.best_step,
-        )  # fmt: skip
+        )
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:

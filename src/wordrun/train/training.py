@@ -193,7 +193,7 @@ class HookSet(Mapping[str, Hook]):
 
     def __init__(
         self, first: Sequence[Hook], configured: Mapping[str, Hook], added: Sequence[Hook], last: Hook
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._hooks = {type(hook).__name__: hook for hook in first} | dict(configured)
         self._own = {type(hook).__name__ for hook in (*first, last)}
         for hook in added:

@@ -166,9 +166,13 @@ class DeepSpeedBackend:
         torch.save(dict(rank_tensors), self._own_file(folder))
 
     def load(
-        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None,
+        fetch: Fetch | None = None,
+    ) -> dict[str, Tensor]:
         """Restore the training state from the engine's files."""
         if facts["kind"] != "deepspeed":
             raise ConfigError(

@@ -65,13 +65,18 @@ class Islands(NativeBackend):
         """The fragments whose weights may differ between the islands."""
         LOGGER.info(
             "islands: %d, each of %s rank(s) that train with %s; all weights are exchanged every %d steps",
-            self.islands, self.layout.size, options.inner, options.sync_every,
-        )  # fmt: skip
+            self.islands,
+            self.layout.size,
+            options.inner,
+            options.sync_every,
+        )
         if self.islands == 1:
             LOGGER.warning(
                 "train.backend=diloco has one island, so nothing is exchanged, and the outer steps follow its weights "
-                "alone: start more ranks, or use train.backend=%s", options.inner, extra=FIRST_RANK,
-            )  # fmt: skip
+                "alone: start more ranks, or use train.backend=%s",
+                options.inner,
+                extra=FIRST_RANK,
+            )
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
         """Take one optimizer step on this island, and exchange the fragments that are due; after the last step, all."""
@@ -184,9 +189,13 @@ class Islands(NativeBackend):
         return found | {name.removeprefix(prefix): replace(tensor, key=name) for name, tensor in own.items()}
 
     def load(
-        self, folder: Path, facts: dict[str, Any], rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None, fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        rank_tensors: Sequence[str] = (),
+        weight_like: Mapping[str, Tensor] | None = None,
+        fetch: Fetch | None = None,
+    ) -> dict[str, Tensor]:
         """Read this island's state and the outer state; without an outer state, start one from the weights."""
         mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
         state = self.model_state()

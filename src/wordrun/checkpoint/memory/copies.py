@@ -260,9 +260,10 @@ class MemoryCheckpoints(BackgroundSaves):
         if problem and not warned:
             LOGGER.warning(
                 "the checkpoint of step %d is in memory, but without a copy on another node (%s); training continues",
-                step, problem,
+                step,
+                problem,
                 extra=FIRST_RANK,
-            )  # fmt: skip
+            )
 
     def fetch(self, address: Any, name: str, rank: int) -> Path:
         """Fetch the share of ``rank`` in the checkpoint ``name``, and return its file.

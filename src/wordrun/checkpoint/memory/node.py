@@ -95,9 +95,11 @@ class NodeMemory:
                     if any(folder.problem(name, facts) for name, facts in manifest["files"].items()):
                         continue
                     found[path.name] = {
-                        "step": manifest["step"], "shards": manifest["shards"], "run": manifest["run"],
+                        "step": manifest["step"],
+                        "shards": manifest["shards"],
+                        "run": manifest["run"],
                         "ranks": sorted(self.ranks(path.name)),
-                    }  # fmt: skip
+                    }
         return found
 
     def ranks(self, name: str) -> set[int]:

@@ -91,11 +91,8 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
     start, resumed = dist.broadcast(last, world)
     offers = gather_json(saves.memory.offers() if saves.acts else {}, world.device)
     known = {
-        name: facts
-        for offer in offers
-        for name, facts in offer.items()
-        if facts["run"] == start or name == resumed
-    }  # fmt: skip
+        name: facts for offer in offers for name, facts in offer.items() if facts["run"] == start or name == resumed
+    }
     why = "no checkpoint of this run is in memory"
     for name, facts in sorted(known.items(), key=lambda pair: -pair[1]["step"]):
         if facts["step"] < least:

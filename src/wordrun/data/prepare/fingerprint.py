@@ -61,8 +61,10 @@ def warn_of_other_code(folder: Path, manifest: Manifest, data: TextConfig, token
         if code != made.get(kind, code):
             LOGGER.warning(
                 "%s was prepared with other code of %s=%s, and is used as it is: remove it to prepare the data again",
-                folder, kind, names[kind],
-            )  # fmt: skip
+                folder,
+                kind,
+                names[kind],
+            )
 
 
 def code_of(data: TextConfig, tokenizer: TokenizerConfig) -> dict[str, str]:
@@ -75,8 +77,11 @@ def _code(part: Part) -> str:
     """Return a hash of the files that define a part's class, its options, and their base classes outside wordrun."""
     own = {"wordrun", *sys.stdlib_module_names}
     classes = [each for cls in (part.load(), part.options) for each in getattr(cls, "__mro__", ())]
-    outside = {f"{each.__module__}.{each.__qualname__}": each for each in classes
-               if each.__module__.partition(".")[0] not in own}  # fmt: skip
+    outside = {
+        f"{each.__module__}.{each.__qualname__}": each
+        for each in classes
+        if each.__module__.partition(".")[0] not in own
+    }
     contents = dict[str, bytes]()
     for name, cls in sorted(outside.items()):
         with contextlib.suppress(OSError, TypeError):  # of a notebook's class Python may not know the source

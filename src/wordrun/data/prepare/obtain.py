@@ -101,10 +101,12 @@ def _stage(folder: Path, under: str, world: dist.World) -> Path:
     """Copy ``folder`` to this node with one of its ranks, and return the copy."""
     to = stage.target(folder, under)
     lock.once_per_file_system(
-        to, world, lambda: stage.is_complete(folder, to),
+        to,
+        world,
+        lambda: stage.is_complete(folder, to),
         lambda: stage.copy(folder, to, _progress_log(f"copying shards to data.stage={under}")),
         f"the shards to be copied to data.stage={under}",
-    )  # fmt: skip
+    )
     return to
 
 

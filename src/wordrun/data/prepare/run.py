@@ -221,10 +221,20 @@ def _finish(preparation: Preparation) -> None:
     saved = (folder / manifests.TOKENIZER).read_text(encoding="utf-8")
     tokenizer = tokenizers.from_json(saved)
     sha256 = hashlib.sha256(saved.encode()).hexdigest()
-    writer.save(folder, manifests.Manifest(
-        source.data.name, source.origin, preparation.revision, preparation.settings, tokenizer.vocab_size,
-        tokenizer.eot, sha256, **entries, left_out=preparation.left_out,
-    ))  # fmt: skip
+    writer.save(
+        folder,
+        manifests.Manifest(
+            source.data.name,
+            source.origin,
+            preparation.revision,
+            preparation.settings,
+            tokenizer.vocab_size,
+            tokenizer.eot,
+            sha256,
+            **entries,
+            left_out=preparation.left_out,
+        ),
+    )
     shutil.rmtree(folder / "work", ignore_errors=True)
 
 

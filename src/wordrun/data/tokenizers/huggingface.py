@@ -75,9 +75,16 @@ def chat_template(template: str, end: str) -> str:
 
 def _tokenizer(model: Json, pre_tokenizer: Json, decoder: Json) -> Json:
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model,
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
 
 
 def _of_bytes(words: Sequence[bytes]) -> Json:

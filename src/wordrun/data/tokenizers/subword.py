@@ -277,9 +277,12 @@ class BPETokenizer(HFTokenizer):
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         fast.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=cfg.vocab_size, special_tokens=[END], show_progress=False, min_frequency=2,
+            vocab_size=cfg.vocab_size,
+            special_tokens=[END],
+            show_progress=False,
+            min_frequency=2,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )  # fmt: skip
+        )
         fast.train_from_iterator(texts, trainer)
         # If END were matched in texts, one text could pass for two.
         content = json.loads(fast.to_str())
@@ -292,10 +295,14 @@ def _splits_like_gpt2(content: str) -> bool:
     saved = json.loads(content)
     before = {"add_prefix_space": False, "use_regex": True, **(saved.get("pre_tokenizer") or {})}
     return bool(
-        before.get("type") == "ByteLevel" and before["use_regex"] and not before["add_prefix_space"]
-        and not saved.get("normalizer") and not saved.get("truncation") and not saved.get("padding")
+        before.get("type") == "ByteLevel"
+        and before["use_regex"]
+        and not before["add_prefix_space"]
+        and not saved.get("normalizer")
+        and not saved.get("truncation")
+        and not saved.get("padding")
         and not saved["model"].get("dropout")
-    )  # fmt: skip
+    )
 
 
 def _read(path: str) -> str:

@@ -79,9 +79,11 @@ def collectives(size: int) -> dict[str, Any]:
     members = torch_private.group_members() if records else {}
     named = [({name: record[name] for name in ("group", "seq", "op", "size")}, record["pending"]) for record in records]
     return {
-        "groups": {group: spans(members[group], size) for group in last if group in members}, "last": last,
-        "pending": [call for call, pending in named if pending][:MOST], "recent": [call for call, _ in named[-MOST:]],
-    }  # fmt: skip
+        "groups": {group: spans(members[group], size) for group in last if group in members},
+        "last": last,
+        "pending": [call for call, pending in named if pending][:MOST],
+        "recent": [call for call, _ in named[-MOST:]],
+    }
 
 
 def spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -115,9 +117,13 @@ class Blocked:
 
 
 def describe(
-    answers: Sequence[Answer], world: World, layout: Layout = UNKNOWN, ended: Collection[int] = (), *,
+    answers: Sequence[Answer],
+    world: World,
+    layout: Layout = UNKNOWN,
+    ended: Collection[int] = (),
+    *,
     hangs: bool = True,
-) -> str:  # fmt: skip
+) -> str:
     """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
 
     Args:
@@ -204,9 +210,11 @@ def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
     if blocked.missing:
         have = "has" if len(blocked.missing) == 1 else "have"
         whom = " and ".join(f"{what} ({ranges(ranks)})" for what, ranks in calls)
-        return f"{names(sorted(blocked.missing))} {have} not reached {whom} {of}" if len(calls) > 1 else (
-            f"{names(sorted(blocked.missing))} {have} not reached {calls[0][0]} {of}"
-        )  # fmt: skip
+        return (
+            f"{names(sorted(blocked.missing))} {have} not reached {whom} {of}"
+            if len(calls) > 1
+            else (f"{names(sorted(blocked.missing))} {have} not reached {calls[0][0]} {of}")
+        )
     if len(calls) > 1:
         each = ", ".join(f"{names(ranks)} {what}" for what, ranks in calls)
         return f"the ranks have called different collectives: {each}, {of}"

@@ -194,9 +194,14 @@ class Watch:
         for rank, pid, path in silent:
             found, letter = stacks.ask(pid, path), stacks.state(pid)
             answer = report.Answer(
-                rank, self.world.host, pid, line=stacks.user_line(found) if found else "", spoken_for=True,
-                stacks={name: list(each) for name, each in found.items()}, state=stacks.STATES.get(letter, ""),
-            )  # fmt: skip
+                rank,
+                self.world.host,
+                pid,
+                line=stacks.user_line(found) if found else "",
+                spoken_for=True,
+                stacks={name: list(each) for name, each in found.items()},
+                state=stacks.STATES.get(letter, ""),
+            )
             with contextlib.suppress(FileNotFoundError):
                 # By another name: this rank will not report.
                 files.replace(answers / f"for-{rank}.json", json.dumps(vars(answer)))
@@ -206,11 +211,18 @@ class Watch:
         seen = report.collectives(self.world.size)
         return vars(
             report.Answer(
-                self.world.rank, self.world.host, os.getpid(), phase=self._phase, step=self.step, idle_s=idle_s,
-                stacks={name: list(each) for name, each in found.items()}, line=stacks.user_line(found),
-                call=stacks.torch_call(found) or stacks.mpi_call(found), **seen,
+                self.world.rank,
+                self.world.host,
+                os.getpid(),
+                phase=self._phase,
+                step=self.step,
+                idle_s=idle_s,
+                stacks={name: list(each) for name, each in found.items()},
+                line=stacks.user_line(found),
+                call=stacks.torch_call(found) or stacks.mpi_call(found),
+                **seen,
             )
-        )  # fmt: skip
+        )
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
         found = [report.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]

@@ -203,13 +203,21 @@ def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> di
     node = sum(count > 0 for count in guardian.layout[: guardian.node])
     local, size = guardian.own_ranks().index(rank), sum(used)
     own = {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": used[node],
-        "NODE_RANK": node, "GROUP_RANK": node, "ROLE_RANK": rank, "WORDRUN_LAUNCHER": "local",
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": used[node],
+        "NODE_RANK": node,
+        "GROUP_RANK": node,
+        "ROLE_RANK": rank,
+        "WORDRUN_LAUNCHER": "local",
         "WORDRUN_LAYOUT": slurm.compact_counts(used),
         ends.UNFINISHED: _unfinished(rank),
-        "WORDRUN_GENERATION": message["generation"], "TORCHELASTIC_RESTART_COUNT": message["generation"],
-        "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"], "MASTER_PORT": message["port"],
-    }  # fmt: skip
+        "WORDRUN_GENERATION": message["generation"],
+        "TORCHELASTIC_RESTART_COUNT": message["generation"],
+        "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"],
+        "MASTER_PORT": message["port"],
+    }
     own |= slurm.task_variables(os.environ, rank, local, node, used)  # srun's own describe the guardians
     return {**kept, **message["env"], **{name: str(value) for name, value in own.items()}}
 

@@ -385,10 +385,14 @@ def setup(plan: LaunchPlan, pipes: str) -> dict[str, Any]:
     """Return what guardians need to know to start ranks; ``pipes`` is the folder of the ranks' own pipes."""
     command, fork = python_command(plan)
     return {
-        "command": command, "fork": fork, "imports": fork and not plan.options.no_preimport, "pipes": pipes,
+        "command": command,
+        "fork": fork,
+        "imports": fork and not plan.options.no_preimport,
+        "pipes": pipes,
         "wordrun": plan.options.runs_wordrun,
-        "restarts": plan.options.retries, "bind": not plan.job.is_local,
-    }  # fmt: skip
+        "restarts": plan.options.retries,
+        "bind": not plan.job.is_local,
+    }
 
 
 def python_command(plan: LaunchPlan) -> tuple[list[str], bool]:

@@ -282,8 +282,15 @@ def flavour(path: str, env: Mapping[str, str], launchers: Mapping[str, type[Laun
         if any(part in (real if "/" in part else os.path.basename(real)) for part in launcher.file_names):
             return name, f"its real path {real}"
     try:
-        run = subprocess.run([path, "--version"], env=dict(env), capture_output=True, text=True, timeout=10,
-                             stdin=subprocess.DEVNULL, errors="replace")  # fmt: skip
+        run = subprocess.run(
+            [path, "--version"],
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+            errors="replace",
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"{type(error).__name__} from --version"
     text = run.stdout + run.stderr

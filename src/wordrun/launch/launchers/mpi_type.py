@@ -114,8 +114,15 @@ def _interpreter(program: str) -> str:
 
 def _output(words: Sequence[str], env: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(words, env=dict(env), capture_output=True, text=True, errors="replace",
-                              timeout=PATIENCE_S, stdin=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(
+            words,
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE_S,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr  # some versions of srun print to stderr

@@ -21,10 +21,15 @@ class PALS(Launcher):
     remedy = "module load cray-pals"
     # Most other PALS_ variables, such as PALS_PMI, are options of its mpiexec that users and sites export.
     stale = (
-        "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID",
+        "PALS_RANKID",
+        "PALS_LOCAL_RANKID",
+        "PALS_LOCAL_SIZE",
+        "PALS_NODEID",
         # These options would take precedence over the --hostfile, --envall and -n of ``argv``.
-        "PALS_HOSTLIST", "PALS_ENVLIST", "PALS_SOFT",
-    )  # fmt: skip
+        "PALS_HOSTLIST",
+        "PALS_ENVLIST",
+        "PALS_SOFT",
+    )
     own_lines = "mpiexec: "
     faults = (
         (r"launch failed on (\S+): .*Couldn't forward RPC", "PALS cannot reach a node", 1),
@@ -52,10 +57,19 @@ class PALS(Launcher):
             raise ConfigError(f"{ranks.why}: PALS fills its hosts in order with --ppn ranks each; {remedy}")
         all_hosts = ranks.nodes == len(request.job.hosts) and request.job.hostfile
         return (
-            self.path, "--envall", "--line-buffer", "-n", str(ranks.np), "--ppn", str(ranks.ppn),
-            "--hostfile", request.job.hostfile if all_hosts else request.hosts_file, *bound, *options.launcher_args,
+            self.path,
+            "--envall",
+            "--line-buffer",
+            "-n",
+            str(ranks.np),
+            "--ppn",
+            str(ranks.ppn),
+            "--hostfile",
+            request.job.hostfile if all_hosts else request.hosts_file,
+            *bound,
+            *options.launcher_args,
             *mpiexec_command(options),
-        )  # fmt: skip
+        )
 
     def cores_per_rank(self, request: Request) -> int:
         """Return the smallest number of cores that the binding gives to a rank."""

@@ -79,10 +79,23 @@ class Srun(Launcher):
                 hosts = ",".join(request.hosts)
                 where = (*where, f"--nodelist={hosts if len(hosts) <= LONGEST else request.hosts_file}")
         return (
-            self.path, "-u", "-N", str(ranks.nodes), "-n", str(ranks.np), *where, *mpi, *args,
-            "--kill-on-bad-exit=1", "--wait=60", "--input=0", "--disable-status",
-            f"--job-name={request.decided.step}", *options.launcher_args, *rank_command(options),
-        )  # fmt: skip
+            self.path,
+            "-u",
+            "-N",
+            str(ranks.nodes),
+            "-n",
+            str(ranks.np),
+            *where,
+            *mpi,
+            *args,
+            "--kill-on-bad-exit=1",
+            "--wait=60",
+            "--input=0",
+            "--disable-status",
+            f"--job-name={request.decided.step}",
+            *options.launcher_args,
+            *rank_command(options),
+        )
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables of every launcher, and srun's own."""

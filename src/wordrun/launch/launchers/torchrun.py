@@ -20,9 +20,16 @@ class Torchrun(Launcher):
     starts_guardians = False  # it restarts ranks itself, in its own way
     in_sites = False
     stale = (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_",
         "TORCHELASTIC_",
-    )  # fmt: skip
+    )
     caveat = "each rank of an MPI program is rank 0 of 1"
     own_module = "torch.distributed.run"
     own_lines = r"[WE]\d{4} "
@@ -52,11 +59,27 @@ class Torchrun(Launcher):
             remedy = "leave it out for the scheduler's own launcher, or -N 1"
             raise ConfigError(f"--launcher torchrun starts ranks on one host: {remedy}")
         return (
-            self.path, "-m", self.own_module, "--nnodes", "1", "--node-rank", "0",
-            "--nproc-per-node", str(request.ranks.np), "--rdzv-backend", "static", "--max-restarts", "0",
-            "--master-addr", request.env["MASTER_ADDR"], "--master-port", request.env["MASTER_PORT"],
-            *request.options.launcher_args, "--no-python", *rank_command(request.options),
-        )  # fmt: skip
+            self.path,
+            "-m",
+            self.own_module,
+            "--nnodes",
+            "1",
+            "--node-rank",
+            "0",
+            "--nproc-per-node",
+            str(request.ranks.np),
+            "--rdzv-backend",
+            "static",
+            "--max-restarts",
+            "0",
+            "--master-addr",
+            request.env["MASTER_ADDR"],
+            "--master-port",
+            request.env["MASTER_PORT"],
+            *request.options.launcher_args,
+            "--no-python",
+            *rank_command(request.options),
+        )
 
 
 def has_torch() -> bool:

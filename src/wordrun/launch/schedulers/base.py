@@ -91,8 +91,12 @@ class Scheduler:
         try:
             done = subprocess.run(
                 [*self.end_query, job_id],
-                capture_output=True, text=True, timeout=within_s, check=True, preexec_fn=before_exec,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                timeout=within_s,
+                check=True,
+                preexec_fn=before_exec,
+            )
             return self.read_end(done.stdout)
         except (KeyError, ValueError, IndexError, OSError, subprocess.SubprocessError):
             return None

@@ -17,6 +17,9 @@ class NoScheduler(Scheduler):
     def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
         """Return this machine as a job of one host."""
         return Job(
-            hosts=(host.name,), cores=(host.cores,), devices=(host.devices,), slots=(max(1, host.devices),),
+            hosts=(host.name,),
+            cores=(host.cores,),
+            devices=(host.devices,),
+            slots=(max(1, host.devices),),
             reasons={"hosts": "this machine's name", "cores": host.cores_why, "devices": host.devices_why},
-        )  # fmt: skip
+        )

@@ -20,7 +20,7 @@ from wordrun.launch.schedulers.base import (
     devices_of,
     node_count,
     ranks_of_node,
-)  # fmt: skip
+)
 from wordrun.launch.site import Site
 
 # Variables that a launcher in a PBS job sets for its ranks.
@@ -34,8 +34,10 @@ class PBS(Scheduler):
     variable = "PBS_JOBID"
     # OMP_NUM_THREADS and NCPUS are the CPUs of the job's chunk on the first node.
     exports: ClassVar[Mapping[str, str]] = {
-        "TMPDIR": r".*/pbs\.\d+\b[^/]*", "OMP_NUM_THREADS": "{NCPUS}", "CUDA_VISIBLE_DEVICES": ".*"
-    }  # fmt: skip
+        "TMPDIR": r".*/pbs\.\d+\b[^/]*",
+        "OMP_NUM_THREADS": "{NCPUS}",
+        "CUDA_VISIBLE_DEVICES": ".*",
+    }
     end_query = ("qstat", "-f", "-F", "json")
     submitter, canceller, directive, interactive = "qsub", "qdel", "#PBS", "qsub -I"
     nodes_of_shell = "-l select={nodes} -l place=scatter"
@@ -65,15 +67,23 @@ class PBS(Scheduler):
         devices, devices_why = devices_of(host, site)
         count = len(listed)
         return Job(
-            hosts=tuple(listed), cores=(cores,) * count, devices=(devices,) * count,
+            hosts=tuple(listed),
+            cores=(cores,) * count,
+            devices=(devices,) * count,
             slots=default_slots(site, devices, tuple(listed.values())),
-            scheduler="pbs", id=env["PBS_JOBID"], hostfile=path if len(lines) == count else "",
+            scheduler="pbs",
+            id=env["PBS_JOBID"],
+            hostfile=path if len(lines) == count else "",
             queue=env.get("PBS_QUEUE", ""),
             reasons={
-                "scheduler": "PBS_JOBID", "hosts": f"PBS_NODEFILE {path}", "cores": cores_why, "devices": devices_why,
-                "job": "PBS_JOBID", "queue": "PBS_QUEUE",
+                "scheduler": "PBS_JOBID",
+                "hosts": f"PBS_NODEFILE {path}",
+                "cores": cores_why,
+                "devices": devices_why,
+                "job": "PBS_JOBID",
+                "queue": "PBS_QUEUE",
             },
-        )  # fmt: skip
+        )
 
     def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
         """Yield NCPUS for all hosts, though PBS counts only the CPUs of the first chunk, and this host's own cores."""

@@ -21,7 +21,7 @@ from wordrun.launch.schedulers.base import (
     devices_of,
     node_count,
     ranks_of_node,
-)  # fmt: skip
+)
 from wordrun.launch.site import Site, fill
 
 
@@ -69,17 +69,27 @@ class Slurm(Scheduler):
             listed = _per_host("SLURM_TASKS_PER_NODE", env, count, notes)
         end, restarts = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_RESTART_COUNT", "")
         return Job(
-            hosts=hosts, cores=cores, devices=(devices,) * count, slots=default_slots(site, devices, listed),
-            scheduler="slurm", id=env["SLURM_JOB_ID"], queue=env.get("SLURM_JOB_PARTITION", ""),
+            hosts=hosts,
+            cores=cores,
+            devices=(devices,) * count,
+            slots=default_slots(site, devices, listed),
+            scheduler="slurm",
+            id=env["SLURM_JOB_ID"],
+            queue=env.get("SLURM_JOB_PARTITION", ""),
             restarts=int(restarts) if restarts.isdigit() else 0,
             ends_at=float(end) if end.isdigit() else None,
             reasons={
-                "scheduler": "SLURM_JOB_ID", "hosts": "SLURM_JOB_NODELIST", "cores": cores_why, "devices": devices_why,
-                "job": "SLURM_JOB_ID", "queue": "SLURM_JOB_PARTITION", "restarts": "SLURM_RESTART_COUNT",
+                "scheduler": "SLURM_JOB_ID",
+                "hosts": "SLURM_JOB_NODELIST",
+                "cores": cores_why,
+                "devices": devices_why,
+                "job": "SLURM_JOB_ID",
+                "queue": "SLURM_JOB_PARTITION",
+                "restarts": "SLURM_RESTART_COUNT",
                 **({"time_left": "SLURM_JOB_END_TIME"} if end.isdigit() else {}),
             },
             notes=tuple(notes),
-        )  # fmt: skip
+        )
 
     def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
         """Yield the cores of a single host, and those of each host's tasks, which are fewer in a job with --exclusive.

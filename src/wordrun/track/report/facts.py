@@ -92,11 +92,16 @@ def parts_of_run(record: RunRecord) -> list[dict[str, Any]]:
     facts = record.facts
     found = []
     for link in (*(facts.get("earlier") or []), facts):
-        found.append({
-            "start": moment(link.get("start")), "end": moment(link.get("end")),
-            "from_step": (link.get("resumed_from") or {}).get("step", 0), "to_step": link.get("steps", ""),
-            "ranks": (link.get("world") or {}).get("size", ""), "ended": link.get("exit_reason", ""),
-        })  # fmt: skip
+        found.append(
+            {
+                "start": moment(link.get("start")),
+                "end": moment(link.get("end")),
+                "from_step": (link.get("resumed_from") or {}).get("step", 0),
+                "to_step": link.get("steps", ""),
+                "ranks": (link.get("world") or {}).get("size", ""),
+                "ended": link.get("exit_reason", ""),
+            }
+        )
     return found
 
 

@@ -93,9 +93,14 @@ class Evaluate(Hook):
         which = "" if metric == "val_loss" else f" {metric}"
         others = "".join(f"  {name} {value:.4g}" for name, value in values.items() if name not in QUIET)
         LOGGER.info(
-            "step %d/%d  val_loss %.4f  best%s %s%s", state.step, train.max_iters, values["val_loss"], which,
-            best or "none", others,
-        )  # fmt: skip
+            "step %d/%d  val_loss %.4f  best%s %s%s",
+            state.step,
+            train.max_iters,
+            values["val_loss"],
+            which,
+            best or "none",
+            others,
+        )
 
 
 class Sample(Hook):
@@ -170,10 +175,16 @@ class Bar(Hook):
             for step, loss in zip(earlier["step"], earlier["loss"], strict=True) if earlier.rows else ():
                 self._curve.add(int(step), loss)
         self._progress = WithCurve(
-            self._curve, TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"), TimeRemainingColumn(),
-            console=screen, refresh_per_second=4, expand=True,
-        )  # fmt: skip
+            self._curve,
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=screen,
+            refresh_per_second=4,
+            expand=True,
+        )
         self._progress.add_task("training", total=trainer.cfg.train.max_iters, loss="-", rate="")
         self._progress.start()
 
@@ -187,9 +198,11 @@ class Bar(Hook):
         if metrics.get("step") == trainer.step:
             self._draw(metrics)
         self._progress.update(
-            self._progress.task_ids[0], completed=trainer.step, loss="-" if loss is None else f"{loss:.3f}",
+            self._progress.task_ids[0],
+            completed=trainer.step,
+            loss="-" if loss is None else f"{loss:.3f}",
             rate=rate(metrics) if "sps" in metrics else "",
-        )  # fmt: skip
+        )
 
     def _draw(self, metrics: Mapping[str, Any]) -> None:
         if self._curve is not None and metrics.get("loss") is not None:

@@ -45,9 +45,11 @@ class Muon(torch.optim.Optimizer):
         rest = [(name, p) for name, p in parameters if name not in parameters.matrices]
         groups = decay_groups(replace(cfg, weight_decay=cfg.adamw_weight_decay), rest)
         self.adamw = AdamW(
-            groups, lr=cfg.adamw_lr or cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
+            groups,
+            lr=cfg.adamw_lr or cfg.learning_rate,
+            betas=(cfg.beta1, cfg.beta2),
             fused=all(torch_private.has_fused_adamw(p.device) for _, p in rest),
-        )  # fmt: skip
+        )
         matrices = {"params": [p for p, _ in hidden], "weight_decay": cfg.weight_decay}
         super().__init__([matrices, *self.adamw.param_groups], {"lr": cfg.learning_rate})
         self._share()

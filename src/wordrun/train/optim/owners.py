@@ -104,9 +104,7 @@ class Owners:
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         flat = torch.cat([nothing, *(data(each).reshape(-1) for each in route.leaving)])
         received = nothing.new_empty(sum(route.received))
-        work = dist.all_to_all_single(
-            received, flat, route.received, route.sent, group=self.group, async_op=True
-        )  # fmt: skip
+        work = dist.all_to_all_single(received, flat, route.received, route.sent, group=self.group, async_op=True)
 
         def finish() -> Iterator[tuple[Transfer, Tensor]]:
             work.wait()

@@ -16,25 +16,77 @@ from wordrun.data.prepare.sources.base import Document, Source, WorkItem
 LENGTH = 1_100_000
 
 SPEAKERS = (
-    "BELLAMY", "ROSAMUND", "OLD HARKER", "THE WARDEN", "ISOLDE", "TOBIAS", "FIRST SAILOR", "SECOND SAILOR",
-    "QUEEN MARGERY", "CORIN", "A MESSENGER", "THE MILLER",
-)  # fmt: skip
+    "BELLAMY",
+    "ROSAMUND",
+    "OLD HARKER",
+    "THE WARDEN",
+    "ISOLDE",
+    "TOBIAS",
+    "FIRST SAILOR",
+    "SECOND SAILOR",
+    "QUEEN MARGERY",
+    "CORIN",
+    "A MESSENGER",
+    "THE MILLER",
+)
 OPENINGS = (
-    "I tell thee", "Good morrow", "What news", "Speak softly", "Hark now", "By my faith", "Alas", "Come hither",
-    "Be still", "No more of this", "Remember well", "Look yonder",
-)  # fmt: skip
+    "I tell thee",
+    "Good morrow",
+    "What news",
+    "Speak softly",
+    "Hark now",
+    "By my faith",
+    "Alas",
+    "Come hither",
+    "Be still",
+    "No more of this",
+    "Remember well",
+    "Look yonder",
+)
 SUBJECTS = (
-    "the harbour", "my lord", "our northern wind", "the lantern", "thy brother", "this heavy crown", "the river",
-    "a patient heart", "the winter", "the bell", "her silver thread", "the orchard", "that idle rumour", "the sea",
-)  # fmt: skip
+    "the harbour",
+    "my lord",
+    "our northern wind",
+    "the lantern",
+    "thy brother",
+    "this heavy crown",
+    "the river",
+    "a patient heart",
+    "the winter",
+    "the bell",
+    "her silver thread",
+    "the orchard",
+    "that idle rumour",
+    "the sea",
+)
 VERBS = (
-    "keeps", "remembers", "hath broken", "will answer", "calls for", "doth carry", "forgives", "shall outlive",
-    "never knew", "follows", "waits upon", "must betray",
-)  # fmt: skip
+    "keeps",
+    "remembers",
+    "hath broken",
+    "will answer",
+    "calls for",
+    "doth carry",
+    "forgives",
+    "shall outlive",
+    "never knew",
+    "follows",
+    "waits upon",
+    "must betray",
+)
 OBJECTS = (
-    "the morning", "an honest word", "the empty hall", "our fathers' debt", "the silent stone", "a traitor's gold",
-    "the summer grain", "thy gentle hand", "the quiet shore", "my only child", "the candle's end", "every door",
-)  # fmt: skip
+    "the morning",
+    "an honest word",
+    "the empty hall",
+    "our fathers' debt",
+    "the silent stone",
+    "a traitor's gold",
+    "the summer grain",
+    "thy gentle hand",
+    "the quiet shore",
+    "my only child",
+    "the candle's end",
+    "every door",
+)
 ENDINGS = (
     ("by night", "in light", "out of sight", "with all my might"),
     ("at sea", "for thee", "and me", "till we be free"),
