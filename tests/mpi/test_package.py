@@ -78,7 +78,7 @@ def test_the_wheel_has_everything_but_nothing_else(wheel: Path) -> None:
     expected |= {"hydra_plugins/wordrun_sweep/__init__.py", "wordrun/_version.py"}
     expected |= {"wordrun/py.typed", "wordrun/launch/rank_env.sh", "wordrun/launch/setup.sh"}
     expected |= {"wordrun/conf/__init__.py"}
-    expected |= {"wordrun/report/page.html.jinja"}
+    expected |= {"wordrun/track/report/page.html.jinja"}
     assert expected - names == set()
     assert {name for name in names if ".dist-info/" not in name and ".data/" not in name} == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
