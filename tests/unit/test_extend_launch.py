@@ -20,7 +20,7 @@ BEFORE = {
     "launchers/__init__.py": ("from wordrun.launch.launchers.hydra", "Hydra, OpenMPI"),
     "schedulers/__init__.py": ("from wordrun.launch.schedulers.none", "PBS(), Slurm()"),
     "launch/rank_env.sh": ("  *)\n",),
-    "dist/world.py": (")  # fmt: skip\nTRACED = ",),
+    "dist/world.py": (")\nTRACED = ",),
 }
 FLUX = """#!/bin/sh
 case "$*" in

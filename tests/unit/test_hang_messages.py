@@ -231,9 +231,9 @@ from wordrun import dist
 from wordrun.dist import torch_private
 with dist.session(device="cpu"):
     torch.distributed.all_reduce(torch.ones(3, 4))
-    while (record := torch_private.flight_records()[-1])["pending"]:
+    while (record := flight_recorder.flight_records()[-1])["pending"]:
         pass  # another thread of torch's takes note of the end
-    ranks = torch_private.group_members()[record["group"]]
+    ranks = flight_recorder.group_members()[record["group"]]
     print(record["op"], record["size"], record["seq"], record["pending"], ranks)
 """
 

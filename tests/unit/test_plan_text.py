@@ -115,7 +115,7 @@ def test_a_refused_runs_plan_has_the_memory_that_its_ranks_share() -> None:
     on_cpu = Comparison(fit, Room(4 * 2**30), "host")
     for found, shared in ((on_cpu, 8), (replace(on_cpu, device="cuda", device_name="A100"), 4)):
         (line,) = [line for line in found.advice(found.room) if line.startswith("For all backends: ")]
-        words = line.partition("wordrun.plan ")[2].partition(",")[0].split()
+        words = line.partition("wordrun plan ")[2].partition(",")[0].split()
         assert words[1:] == ["plan.devices=2", "plan.per_node=2", f"plan.memory={shared}.0"]
         planned = plan(["model=nano", *words]).estimator.hardware
         assert (planned.devices, planned.nodes, planned.memory) == (2, 1, 4)

@@ -259,7 +259,7 @@ def test_a_killed_preparation_is_continued(texts: Path, tmp_path: Path, start: S
         open_prepared(tmp_path / "out", TextConfig(), BYTE)
     again = command(*words)
     assert again.returncode == 0, again.stderr
-    assert main([*words[3:-2], f"data.prepared={tmp_path / 'at once'}"]) == 0
+    assert main([*words[4:-2], f"data.prepared={tmp_path / 'at once'}"]) == 0
     assert content(tmp_path / "out") == content(tmp_path / "at once")
     assert not list(tmp_path.glob(".*.lock"))
 

@@ -57,6 +57,7 @@ def test_the_first_chosen_rank_names_its_file(
     small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg = wordrun.compose(small("profiler=pyinstrument", "profiler.ranks=[1,3]", f"hydra.run.dir={tmp_path}/run"))
+    (tmp_path / "run").mkdir()
     for rank in range(4):
         handle = log.start(rank)
         try:
@@ -76,7 +77,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     options = [f"profiler.{option}" for option in schedule.get(profiler, "").split()]
     words = small(f"profiler={profiler}", *options, "train.max_iters=4", "train.device=cpu")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "profile").write_text("not a folder")
+    (tmp_path / "run" / "profile").symlink_to("/proc")  # a folder in which nobody can write
     with wordrun.Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
         assert trainer.train().steps == 4
     assert (tmp_path / "run" / "log.txt").read_text().count("cannot write the profile to") == 1
@@ -123,6 +124,7 @@ def test_a_profiler_runs_on_the_ranks_that_it_is_asked_for(
     monkeypatch.setitem(parts("profiler"), "none", part)
     monkeypatch.setattr(Recorder, "calls", [])
     cfg = wordrun.compose(small(f"hydra.run.dir={tmp_path}/run", f"profiler.ranks=[{rank}]"))
+    (tmp_path / "run").mkdir()
     for each in range(3):
         with build(cfg, dist.World(rank=each, size=3)) as profiler:
             profiler.step()

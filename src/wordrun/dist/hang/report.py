@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wordrun.common.errors import ranges
-from wordrun.dist.hang import stacks
+from wordrun.dist.hang import flight_recorder, stacks
 from wordrun.dist.mesh import AXES, Layout
 from wordrun.dist.world import World
 
@@ -70,13 +70,11 @@ class Answer:
 
 def collectives(size: int) -> dict[str, Any]:
     """Return what a ``hang.Answer`` of one of ``size`` ranks says of collectives: groups, pending, last and recent."""
-    from wordrun.dist import torch_private  # imports torch
-
-    records = torch_private.flight_records() if is_joined() else []
+    records = flight_recorder.flight_records() if is_joined() else []
     last: dict[str, int] = {}
     for record in records:
         last[record["group"]] = max(last.get(record["group"], 0), record["seq"])
-    members = torch_private.group_members() if records else {}
+    members = flight_recorder.group_members() if records else {}
     named = [({name: record[name] for name in ("group", "seq", "op", "size")}, record["pending"]) for record in records]
     return {
         "groups": {group: spans(members[group], size) for group in last if group in members},

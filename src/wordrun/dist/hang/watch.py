@@ -24,7 +24,7 @@ from typing import Any
 
 from wordrun.common import ends, files, slurm, stack_requests
 from wordrun.common.log import LOGGER
-from wordrun.dist.hang import report, stacks
+from wordrun.dist.hang import flight_recorder, report, stacks
 from wordrun.dist.mesh import Layout
 from wordrun.dist.world import World, discover
 
@@ -263,9 +263,7 @@ class Waits:
         limit = self.hang_s if report.is_joined() else START_FACTOR * self.hang_s
         if now - self._call[1] > limit:
             return limit
-        from wordrun.dist import torch_private  # imports torch
-
-        counts = torch_private.collective_counts() if report.is_joined() else {}
+        counts = flight_recorder.collective_counts() if report.is_joined() else {}
         self._seen = {
             group: seen if (seen := self._seen.get(group)) and seen[0] == count else (count, now)
             for group, count in counts.items()
