@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, cap
 RECORDS = """
 import torch
 from wordrun import dist
-from wordrun.dist import torch_private
+from wordrun.dist.hang import flight_recorder
 with dist.session(device="cpu"):
     torch.distributed.all_reduce(torch.ones(3, 4))
     while (record := flight_recorder.flight_records()[-1])["pending"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import ConfigError
+from wordrun.common.files import read_bytes
 from wordrun.common.section import Section
 from wordrun.common.validation import positive
 from wordrun.config.arguments import run, with_first
@@ -103,14 +104,8 @@ RATES = (("tps", "tok/s"), ("sps", "ex/s"))
 
 def last_lines(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the last line of training and the last of an evaluation near the end of metrics.jsonl."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
-            texts = stream.read().splitlines()
-    except OSError:
-        return {}, {}
     found: dict[bool, dict[str, Any]] = {}
-    for text in texts:
+    for text in read_bytes(file, TAIL_BYTES).splitlines():
         if (line := parsed(text)) is not None:  # the first line is cut, the last may be
             found["loss" in line] = line
     return found.get(True, {}), found.get(False, {})

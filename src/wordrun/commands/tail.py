@@ -54,7 +54,7 @@ def follow(options: TailConfig) -> None:
         position = len(text)
         _write(b"".join(text.splitlines(keepends=True)[-options.lines :] if options.lines else []))
     for state in _states(record.path):
-        size = log.stat().st_size if log.exists() else 0
+        size = log.stat().st_size if log.is_file() else 0
         if size < position:  # a resumed run has removed the lines of steps that it repeats
             position = 0
             _write(f"--- {log} was shortened by a resumed run ---\n".encode())
@@ -80,6 +80,8 @@ def _states(path: Path) -> Iterator[str]:
 
 def _read(file: Path, position: int) -> bytes:
     try:
+        if not file.is_file():
+            return b""
         with file.open("rb") as stream:
             stream.seek(position)
             return stream.read()

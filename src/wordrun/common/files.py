@@ -51,6 +51,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_bytes(file: Path, last: int | None = None) -> bytes:
+    """Return what is in a file, or its ``last`` bytes; empty if there is none that can be read, or it is a pipe."""
+    try:
+        if not file.is_file():
+            return b""
+        with file.open("rb") as stream:
+            if last is not None:
+                stream.seek(max(0, os.fstat(stream.fileno()).st_size - last))
+            return stream.read()
+    except OSError:
+        return b""
+
+
 def write(path: Path, text: str | bytes) -> None:
     """Write a file and sync it to disk."""
     with path.open("wb") as file:

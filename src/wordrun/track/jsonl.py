@@ -65,6 +65,10 @@ class JsonlTracker(Tracker):
         """Close the file."""
         self._metrics.close()
 
+    def abandon(self) -> None:
+        """Close the file, which has been removed."""
+        self._metrics.close()
+
 
 def finite(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return ``metrics`` with None in place of NaN and the infinities, which JSON lacks."""
@@ -148,5 +152,9 @@ def _lines_of(file: Path) -> list[bytes]:
 
 
 def _read(file: Path) -> bytes:
-    """Return what is in a file; nothing if it does not exist, or is a device."""
-    return file.read_bytes() if file.is_file() else b""
+    """Return what is in a file; nothing if it does not exist, or is a device. What cannot be read is set aside."""
+    try:
+        return file.read_bytes() if file.is_file() else b""
+    except OSError as error:
+        LOGGER.warning("%s cannot be read (%s), and is now %s", file, files.why(error), files.set_aside(file).name)
+        return b""

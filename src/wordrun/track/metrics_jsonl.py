@@ -16,7 +16,8 @@ LARGE = 2**53
 def parsed(text: str | bytes) -> dict[str, Any] | None:
     """Return a line of metrics.jsonl; None: it is broken, such as the last one of a run that was killed."""
     try:
-        line = json.loads(text)
+        # Of bytes, json.loads would guess the encoding, of each line for itself.
+        line = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and type(line.get("step")) is int and 0 <= line["step"] < LARGE else None
@@ -91,11 +92,13 @@ class Metrics:
 def read(run_dir: Path) -> Metrics:
     """Return the metrics of a run; empty if it has none yet."""
     metrics = Metrics()
+    path = run_dir / "metrics.jsonl"
     try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            for text in file:
-                metrics.add(text)
-    except OSError:  # it may be a folder, or on a disk that fails
+        if path.is_file():  # opening a pipe would wait
+            with path.open("rb") as file:
+                for text in file:
+                    metrics.add(text)
+    except OSError:  # it belongs to others, or the disk fails
         pass
     return metrics
 

@@ -181,8 +181,8 @@ class Checkpoints(BackgroundSaves):
             if self.world.rank == 0:
                 with contextlib.suppress(OSError):
                     draft.discard()
-            if lost := gone(self.run_dir):
-                raise SaveError(lost)
+            if lost := gone(self.run_dir):  # no later one can be written either
+                raise UserError(lost)
             raise SaveError(
                 f"the checkpoint of step {draft.step} could not be written ({problem}); "
                 f"earlier ones in {draft.path.parent} are intact"

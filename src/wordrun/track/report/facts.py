@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import UserError
+from wordrun.common.files import read_bytes
 from wordrun.track.metrics_jsonl import Metrics
 from wordrun.track.run_json import RunRecord
 
@@ -30,8 +31,9 @@ def options(run_dir: Path) -> dict[str, Any]:
     from yaml import YAMLError
 
     try:
-        content = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    except (OSError, ValueError, OmegaConfBaseException, YAMLError):
+        text = read_bytes(run_dir / "config.yaml").decode()
+        content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
+    except (ValueError, RecursionError, OmegaConfBaseException, YAMLError):
         return {}
     return dict(_flat(content)) if isinstance(content, dict) else {}
 
@@ -125,13 +127,7 @@ def slowest(metrics: Metrics, hosts: list[str], ranks: int) -> list[tuple[int, s
 
 def samples(run_dir: Path) -> list[tuple[int, str]]:
     """Return the last generated texts with their steps, newest first."""
-    path = run_dir / "samples.txt"
-    if not path.is_file():  # a device such as /dev/full would never end
-        return []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
+    text = read_bytes(run_dir / "samples.txt").decode(errors="replace")
     found = re.findall(r"^--- step (\d+) ---\n(.*?)(?=^--- step \d+ ---\n|\Z)", text, flags=re.M | re.S)
     return [(int(step), body.strip("\n")) for step, body in found[: -SAMPLES - 1 : -1]]
 
@@ -139,13 +135,13 @@ def samples(run_dir: Path) -> list[tuple[int, str]]:
 def failures(run_dir: Path) -> list[tuple[str, str]]:
     """Return the names and ends of the files in failures/."""
     files = sorted((run_dir / "failures").glob("*.txt"))[:5]
-    return [(file.name, file.read_text(encoding="utf-8", errors="replace")[-SHORT:]) for file in files]
+    return [(file.name, read_bytes(file).decode(errors="replace")[-SHORT:]) for file in files]
 
 
 def tables(run_dir: Path) -> list[tuple[str, str]]:
     """Return the names and beginnings of the profiles that are text."""
     found = sorted((run_dir / "profile").glob("*.txt"), key=lambda file: (len(file.name), file.name))[:PROFILES]
-    return [(file.name, file.read_text(encoding="utf-8", errors="replace")[:LONG]) for file in found]
+    return [(file.name, read_bytes(file).decode(errors="replace")[:LONG]) for file in found]
 
 
 def files(run_dir: Path) -> list[str]:
