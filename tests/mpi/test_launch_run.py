@@ -282,6 +282,30 @@ def test_rank_0_has_all_of_stdin_and_the_others_have_none(tmp_path: Path, by: st
         assert sorted(done.stdout.splitlines()) == expected, (line, done.stderr)
 
 
+def test_launch_ends_with_its_ranks_if_others_read_its_stdin(tmp_path: Path) -> None:
+    """Of two that wait for the same pipe, one may find it empty, and stays in read() until there is more."""
+    waiting = "touch ready$WORDRUN_LAUNCH_ID.$RANK; while [ ! -e go ]; do sleep 0.1; done"
+    words = [LAUNCH, "-n", "2", "--launcher", "hydra", "sh", "-c", waiting]
+    reader, writer = os.pipe()
+    jobs = [subprocess.Popen(words, cwd=tmp_path, env=environment(tmp_path), stdin=reader) for _ in range(2)]
+    try:
+        end, in_read = time.monotonic() + 30, False
+        while not in_read and time.monotonic() < end:
+            time.sleep(0.02)
+            if len([*tmp_path.glob("ready*")]) == 4:
+                os.write(writer, b"x")
+                time.sleep(0.02)
+                threads = [path for job in jobs for path in Path(f"/proc/{job.pid}/task").glob("*/wchan")]
+                in_read = any("pipe_read" in path.read_text() for path in threads)  # not where /proc does not say it
+        (tmp_path / "go").touch()
+        assert [job.wait(30) for job in jobs] == [0, 0]
+    finally:
+        os.close(writer)
+        os.close(reader)
+        for job in jobs:
+            job.wait(30)
+
+
 def test_a_rank_0_that_is_not_where_its_input_is(tmp_path: Path) -> None:
     """It has none, and launch says so if there was some."""
     (tmp_path / "uname").write_text("#!/bin/sh\necho elsewhere\n")

@@ -11,6 +11,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from typing import ClassVar
 
 from wordrun.launch.job import short
@@ -22,6 +23,8 @@ REMEDY = "let it read a file, or launch in a folder that all hosts share and on 
 FILES, FILE_BYTES = 16, 1_000_000
 # How often to look for them, and whether launch is in the foreground, where it may read its terminal [s].
 LOOK_S = 0.1
+# How long the end of a launch waits for this thread [s].
+PATIENCE_S = 1.0
 
 
 def pipe_of(folder: str) -> str:
@@ -73,10 +76,13 @@ class Stdin(threading.Thread):
         """Stop, whatever is left of stdin; return a message if there was some and rank 0 was never there to read it."""
         reached = self._reached or os.path.exists(f"{self.path}.seen")
         os.close(self._close)
-        while self.is_alive():
+        end = time.monotonic() + PATIENCE_S
+        while self.is_alive() and time.monotonic() < end:
             with contextlib.suppress(OSError):  # it may wait for a rank that never came
                 os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK))
             self.join(LOOK_S)
+        if self.is_alive():  # in read(): another process has read what had arrived, as two launches in one script may
+            return ""
         os.close(self._over)
         if reached or os.isatty(0):
             return ""
