@@ -291,10 +291,10 @@ def test_launch_ends_with_its_ranks_if_others_read_its_stdin(tmp_path: Path) -> 
     try:
         end, in_read = time.monotonic() + 30, False
         while not in_read and time.monotonic() < end:
-            time.sleep(0.02)
+            time.sleep(0.05)
             if len([*tmp_path.glob("ready*")]) == 4:
                 os.write(writer, b"x")
-                time.sleep(0.02)
+                time.sleep(0.2)
                 threads = [path for job in jobs for path in Path(f"/proc/{job.pid}/task").glob("*/wchan")]
                 in_read = any("pipe_read" in path.read_text() for path in threads)  # not where /proc does not say it
         (tmp_path / "go").touch()
