@@ -57,7 +57,7 @@ class Windows(Hook):
         """End a window, and begin the next: this runs before the hook that saves."""
         if trainer.step % INTERVAL:
             return
-        saves = trainer.in_memory
+        saves = trainer.hooks["MemoryCheckpoint"].saves
         saves.wait()
         dist.barrier()
         now = time.perf_counter()

@@ -67,7 +67,7 @@ def fatal(function, left):
 class Step(Hook):
     def before_step(self, trainer):
         if trainer.step == plan.get("step"):
-            trainer.hooks["CheckpointAndMemory"]._in_memory.wait()
+            trainer.hooks["MemoryCheckpoint"].saves.wait()
             trainer.checkpoints.wait()
             torch.distributed.barrier()
             die()

@@ -234,9 +234,9 @@ def test_a_hook_reads_the_complete_gradients_before_they_are_clipped(small: Word
 
 def test_an_engine_that_has_the_gradients_refuses_hooks_that_read_them() -> None:
     trainer: Any = Namespace(backend=object(), cfg=wordrun.compose(["train.backend=deepspeed"]))
-    HookSet([], {}, [Note()], Outputs()).attach(trainer)
+    HookSet([], {}, [Note()], [Outputs()]).attach(trainer)
     with pytest.raises(ConfigError, match=r"hooks=\[Norms\] cannot read the weights and gradients of train\.backend="):
-        HookSet([], {}, [Norms()], Outputs()).attach(trainer)
+        HookSet([], {}, [Norms()], [Outputs()]).attach(trainer)
 
 
 # Spikes
@@ -366,7 +366,7 @@ def test_hooks_with_the_names_of_others_keep_their_own() -> None:
         return type(name, (Hook,), {})()
 
     hooks = HookSet(
-        [made("Log")], {"ema": made("EMA")}, [made(n) for n in ("Log", "ema", "A", "A", "Last")], made("Last")
+        [made("Log")], {"ema": made("EMA")}, [made(n) for n in ("Log", "ema", "A", "A", "Last")], [made("Last")]
     )
     assert list(hooks) == ["Log", "ema", "Log-2", "ema-2", "A", "A-2", "Last-2", "Last"]
 
@@ -524,7 +524,7 @@ def test_a_state_that_a_hook_cannot_load_names_it() -> None:
         def load(self, state: dict[str, Any]) -> None:
             state["value"]
 
-    hooks = HookSet([], {}, [Strict()], Hook())
+    hooks = HookSet([], {}, [Strict()], [Hook()])
     for states in ({"Strict": {}}, {"Strict": None}):
         with pytest.raises(UserError, match="the hook Strict failed in load: "):
             hooks.load(None, states)  # type: ignore[arg-type]

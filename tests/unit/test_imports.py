@@ -57,11 +57,6 @@ UPWARD = {
     ("wordrun.launch.run", "wordrun.launch.elastic.wire"),
     ("wordrun.launch.supervisor", "wordrun.launch.elastic.guardians"),
     ("wordrun.launch.plan", "wordrun.launch.elastic.wire"),
-    ("wordrun.train.resume", "wordrun.checkpoint.memory.copies"),
-    ("wordrun.train.resume", "wordrun.checkpoint.memory.resume"),
-    ("wordrun.train.run", "wordrun.checkpoint.memory.resume"),
-    ("wordrun.train.trainer", "wordrun.checkpoint.memory.copies"),
-    ("wordrun.train.trainer", "wordrun.checkpoint.memory.hook"),
 }
 # Packages that offer names of their modules lazily.
 LAZY = {

@@ -40,8 +40,8 @@ MakeModel = Callable[..., Any]
 """Returns a ``Model`` on the meta device: the full model or, given ``layers``, the pipeline stage with those blocks."""
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
-MemoryWriter = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
-"""Copies a rank's shards and the description of all tensors into its file; returns a function that completes it."""
+Writer = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
+"""Copies what a rank writes: its shards, its number and where all shards are. Returns a function that completes it."""
 Fetch = Callable[[Iterable[str]], None]
 Options = TypeVar("Options", bound=BackendConfig)
 
@@ -160,15 +160,14 @@ class Backend(Protocol):
         self,
         rank_tensors: Mapping[str, Tensor],
         weight_like: Mapping[str, Tensor] | None = None,
-        memory_writer: MemoryWriter | None = None,
+        writer: Writer | None = None,
     ) -> Save:
         """Copy the current training state.
 
         Args:
             rank_tensors: additional tensors that only this rank saves, under names that no other rank uses.
             weight_like: additional tensors with the shape and the sharding of a weight, named ``hooks.HOOK.WEIGHT``.
-            memory_writer: copies what this rank writes, for a checkpoint in memory; None: copy it to buffers for the
-                disk.
+            writer: copies what this rank writes; None: copy it to host memory, from where it is written to disk.
         """
 
     def load(
@@ -186,7 +185,7 @@ class Backend(Protocol):
             facts: the ``facts`` of the save.
             rank_tensors: names of the tensors that only this rank saved; they are returned.
             weight_like: tensors to read in place, as in ``begin_save``.
-            fetch: for a checkpoint in memory, called with the files that this rank needs before it reads any.
+            fetch: called with the names of the files that this rank needs, before it reads any; None: all are there.
 
         Raises:
             ConfigError: this backend cannot read this kind of checkpoint.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked, require_shards
+from wordrun.backend.base import BackendSpec, Fetch, Save, StepResult, Writer, checked, require_shards
 from wordrun.backend.buffers import KeptBuffers
 from wordrun.backend.optimizer import NamedParameters, SavedState, parameter_of, set_learning_rate
 from wordrun.backend.stopwatch import Stopwatch
@@ -59,7 +59,7 @@ class NativeBackend:
         self.optimizer = spec.optimizer(
             NamedParameters(trained, matrices, self.holders(), self.device, self.layout.of_parameters)
         )
-        saves = max(spec.cfg.train.checkpoint_interval, spec.cfg.train.memory_checkpoint_interval) > 0
+        saves = spec.cfg.train.saves
         self.optimizer_state = SavedState(self.optimizer, spec.optimizer_part, self.named_parameters, checks=saves)
         self.grad_clip = spec.cfg.optimizer.grad_clip or float("inf")
         # Only fp16 has too few exponent bits for small gradients; bf16 needs no scaling.
@@ -249,15 +249,15 @@ class NativeBackend:
         self,
         rank_tensors: Mapping[str, Tensor],
         weight_like: Mapping[str, Tensor] | None = None,
-        memory_writer: MemoryWriter | None = None,
+        writer: Writer | None = None,
     ) -> Save:
         """Copy the part of the training state that this rank writes to host memory."""
         mine = self.shards_to_write(weight_like or {})
         written = [*mine.shards, *(shards.shard_of(name, tensor) for name, tensor in rank_tensors.items())]
         firsts = range(0, self.ranks, self.layout.stride("pp"))
         tensors = mine.tensors if self.rank in firsts else {}
-        if memory_writer is not None:
-            complete = memory_writer(written, self.rank, tensors)
+        if writer is not None:
+            complete = writer(written, self.rank, tensors)
             return Save(self.facts(), lambda folder: complete(), in_background=True, shards=self.ranks)
         copies = self.copies.take(written)
         return Save(

@@ -11,6 +11,7 @@ from wordrun import dist
 from wordrun.common.log import LOGGER
 from wordrun.config.schema import Config
 from wordrun.dist import torch_private
+from wordrun.dist.collectives import all_min
 
 GAIN = 1.25
 """bf16 is used if a matrix product is at least this many times as fast in it. From a width of 128 on, AMD Zen 4 and
@@ -21,6 +22,7 @@ ROWS, WIDTHS = 256, (256, 512)
 ROUNDS = 8
 """How often it is measured. The shortest time counts, because other load makes some of them longer."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
@@ -41,22 +43,35 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-def settled_dtype(cfg: Config, world: dist.World) -> str:
-    """Return train.dtype or, if that is auto on a CPU, what rank 0 measures; every rank must call this.
+def settled_dtype(cfg: Config, world: dist.World, kept: str | None = None) -> str:
+    """Return the dtype in which all ranks compute: fp32, bf16 or fp16; every rank must call this.
 
+    With train.dtype=auto on CPUs that are fast at bf16, rank 0 measures whether it is faster than fp32 at this width.
     With train.deterministic, two starts must not differ, so nothing is measured.
+
+    Args:
+        cfg: the config.
+        world: the ranks.
+        kept: the dtype of the checkpoint from which the run is resumed, which train.dtype=auto keeps.
     """
     device, asked = torch.device(world.device), cfg.train.dtype
-    if asked != "auto" or device.type != "cpu" or cfg.train.deterministic:
-        return asked
-    gain = 0.0
-    if world.rank == 0 and fast_dtype(asked, device) == "bf16":
-        gain = bf16_gain(getattr(cfg.model, "n_embd", None) or 0)
-        if gain < GAIN:
-            LOGGER.info(
-                "train.dtype=auto: fp32, because matrix products of this size are only %.2g times as fast in bf16", gain
-            )
-    return str(dist.broadcast("bf16" if gain >= GAIN else "fp32", world))
+    wanted = kept if asked == "auto" and kept else asked
+    if wanted == "auto" and device.type == "cpu" and not cfg.train.deterministic:
+        wanted = "bf16" if dist.broadcast(world.rank == 0 and _gains(cfg, device), world) else "fp32"
+    dtype = choose_dtype(wanted, device)
+    everywhere = all_min(torch.tensor(float(dtype != torch.float32), device=device)).item()
+    return NAMES[dtype] if everywhere else "fp32"
+
+
+def _gains(cfg: Config, device: torch.device) -> bool:
+    """Return whether this CPU is faster in bf16 than in fp32, and log that it is not although it has instructions."""
+    if fast_dtype("auto", device) != "bf16":
+        return False
+    gain = bf16_gain(getattr(cfg.model, "n_embd", None) or 0)
+    if gain < GAIN:
+        text = "train.dtype=auto: fp32, because matrix products of this size are only %.2g times as fast in bf16"
+        LOGGER.info(text, gain)
+    return gain >= GAIN
 
 
 def bf16_gain(width: int) -> float:

@@ -39,6 +39,12 @@ class DamagedError(UserError):
     page = "checkpoints.md#what-a-checkpoint-contains"
 
 
+class LostError(UserError):
+    """A checkpoint that was not on disk can no longer be read; nothing of it has been loaded."""
+
+    page = "checkpoints.md#checkpoints-in-memory"
+
+
 @dataclass(frozen=True)
 class Folder:
     """A checkpoint that was complete when it was written."""

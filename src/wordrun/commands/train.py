@@ -34,7 +34,6 @@ from wordrun.config.compose import Tree, compose, register, renamed, to_config
 from wordrun.config.messages import unparsable
 from wordrun.config.schema import SECTIONS, SEVERAL, Config, schemas
 from wordrun.dist.hang import watch
-from wordrun.plan.comparison import refuse_before_torch
 from wordrun.train.help import changed_groups, options_of, overview
 from wordrun.train.hints import own_command
 
@@ -169,7 +168,6 @@ def _try_compose(args: Namespace, world: dist.World) -> tuple[int, Config | None
             from wordrun.data.prepare.sources import locate
 
             locate(cfg.text).files()  # a missing file is reported before torch is loaded
-        refuse_before_torch(cfg, world)
         return 0, cfg
     except UserError as error:
         return show(error), None

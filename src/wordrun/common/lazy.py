@@ -1,4 +1,4 @@
-"""Names that a package offers and imports only when they are used (PEP 562)."""
+"""Modules that are imported only when a name of theirs is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Return ``name`` from its module.
+    """Return ``name`` from its module, for a package's ``__getattr__`` (PEP 562).
 
     Args:
         package: the package that offers it.
@@ -21,3 +21,9 @@ def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return getattr(importlib.import_module(homes[name]), name)
+
+
+def load(target: str) -> Any:
+    """Return what ``target``, as ``module:name``, names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -13,7 +14,42 @@ TEXT = "wordrun.train.language:LanguageTask"
 """The task of text: language modeling."""
 
 
-class Section:
+class Freezable:
+    """Options that can be assigned until ``frozen`` has copied them."""
+
+    _is_frozen = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an option.
+
+        Raises:
+            AttributeError: these options are those of a run, which have been saved.
+        """
+        if self._is_frozen:
+            raise AttributeError(
+                f"{type(self).__name__}.{name} cannot be changed to {value!r}: these options are settled, because the "
+                "run has been built with them; change those that are passed to the trainer"
+            )
+        super().__setattr__(name, value)
+
+
+def frozen(options: Any) -> Any:
+    """Return a copy of ``options``, a config or a section of one, whose options cannot be assigned."""
+    copied = deepcopy(options)
+    pending = [copied]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Freezable):
+            pending += vars(each).values()
+            vars(each)["_is_frozen"] = True
+        elif isinstance(each, dict):
+            pending += each.values()
+        elif isinstance(each, list):
+            pending += each
+    return copied
+
+
+class Section(Freezable):
     """A section of the config."""
 
     def problems(self) -> Iterable[str]:

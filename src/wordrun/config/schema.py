@@ -10,7 +10,7 @@ from typing import Any
 
 from wordrun.backend.options import BackendConfig
 from wordrun.common.errors import UserError, nearest
-from wordrun.common.section import Section, field_types, fits
+from wordrun.common.section import Freezable, Section, field_types, fits
 from wordrun.common.synonyms import GONE
 from wordrun.config.registry import Part, part_of, parts
 from wordrun.data.options import DataConfig, TextConfig
@@ -23,7 +23,7 @@ from wordrun.train.options import MetricConfig, ProfilerConfig, ScheduleConfig, 
 
 
 @dataclass
-class Config:
+class Config(Freezable):
     """Everything that a run depends on."""
 
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
-from dataclasses import dataclass, replace
-from importlib import metadata
+from dataclasses import dataclass
 
-from wordrun.common import cgroup
 from wordrun.common.errors import ConfigError
-from wordrun.common.files import read_proc
-from wordrun.config.schema import Config
-from wordrun.dist import World
-from wordrun.launch.job import count_devices
-from wordrun.plan.budget import within_budget
 from wordrun.plan.fit import Fit, Room, gib, table
-from wordrun.plan.shapes import needs_torch, shapes_of
 
 
 @dataclass(frozen=True)
@@ -67,34 +57,3 @@ class Comparison:
             *self.fit.remedies(room),
             f"For all backends: {plan}, with this run's options.",
         ]
-
-
-def refuse_before_torch(cfg: Config, world: World) -> None:
-    """Refuse a run that cannot fit on this node's CPUs, as far as that is known before the seconds of importing torch.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    memory = cgroup.memory()
-    if memory is None or needs_torch(cfg.model) or not _runs_on_cpu(cfg):
-        return
-    at = cfg.backend.layout(world.size, world.per_node)
-    cfg = replace(cfg, train=replace(cfg.train, dtype=least_dtype(cfg.train.dtype)))
-    model = shapes_of(cfg.model, cfg.tokenizer.known_vocab_size or 1)
-    fit = within_budget(Fit(cfg, model, at, world.local_size, on_cpu=True))
-    Comparison(fit, Room(memory / world.local_size), world.host).refuse()
-
-
-def _runs_on_cpu(cfg: Config) -> bool:
-    """Return whether the run certainly uses the CPU: False if only torch can tell."""
-    if cfg.train.device != "auto":
-        return cfg.train.device == "cpu"
-    # torch's published builds for CUDA and ROCm; others may drive devices that have no file in /proc or /sys/class/kfd.
-    known = re.fullmatch(r"[\d.]+(\+(cpu|cu\d+|rocm[\d.]+))?", metadata.version("torch"))
-    return known is not None and count_devices(os.environ)[0] == 0
-
-
-def least_dtype(asked: str) -> str:
-    """Return the smallest dtype in which a CPU may compute a run that asks for ``asked``."""
-    fast = re.search(r"\b(avx512_bf16|amx_tile)\b", read_proc("/proc/cpuinfo"))
-    return "bf16" if asked in ("auto", "bf16") and fast else "fp32"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def announce(trainer: Training, facts: dict[str, Any]) -> None:
         accumulation(cfg, dp),
         "".join(f"; {size} until step {step}" for step, size in cfg.train.ramp()),
     )
-    if warning := spread_context(cfg, trainer.layout, world.per_node, trainer.task.shapes):
+    if warning := spread_context(cfg, trainer.layout, world.per_node, trainer.memory.shapes):
         LOGGER.warning(warning)
     if "lr_range" not in cfg.hooks and (hint := unfinished_warmup(cfg.optimizer, cfg.train.max_iters)):
         LOGGER.info(hint)  # not a warning: such runs are mostly trials
@@ -101,9 +101,9 @@ def announce_end(trainer: Training, error: str, drawn: Sequence[Path], *, failed
     LOGGER.info("run directory: %s", relative(trainer.run.path))
 
 
-def spread_context(cfg: Config, at: Layout, per_node: int, shapes: Callable[[], ModelShapes | None]) -> str:
+def spread_context(cfg: Config, at: Layout, per_node: int, model: ModelShapes | None) -> str:
     """Return a warning if ranks that share a sequence are on several nodes, which have ``per_node`` ranks each."""
-    if at.cp == 1 or at.size <= per_node or per_node % (at.cp * at.tp) == 0 or (model := shapes()) is None:
+    if at.cp == 1 or at.size <= per_node or per_node % (at.cp * at.tp) == 0 or model is None:
         return ""
     sent = sum(each.sent for each in context_traffic(model, Strategy("", cfg, at)))
     fits = [n for n in range(1, at.cp) if at.cp % n == 0 and per_node % (n * at.tp) == 0]

@@ -32,9 +32,11 @@ class ExamplesTask(Task):
     order: ExampleOrder
     """The training examples."""
 
-    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
-        super().__init__(cfg, world, layout, banner)
-        self.data, part = open_in_turn(cfg, world), part_of("data", cfg.data)
+    data: Splits
+
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, data: Splits, banner: str | None = None) -> None:
+        super().__init__(cfg, world, layout, data, banner)
+        part = part_of("data", cfg.data)
         self.arguments = self.data.model
         self.make_model = partial(new_model, cfg.model, **self.arguments)
         self.meta_model: Model = self.make_model()
@@ -50,6 +52,11 @@ class ExamplesTask(Task):
         self.val = reader(self.data.val, f"validation split of data={cfg.data.name}")
         self.order = ExampleOrder(self.train, cfg.train.seed, self.data.augment)
         self.flops_per_example = flops_of(self.make_model(), self.train.empty(1).to(torch.device("meta")))
+
+    @classmethod
+    def open(cls, cfg: Config, world: dist.World) -> Splits:
+        """Return the data, which each rank opens in turn."""
+        return open_in_turn(cfg, world)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         """Return this rank's training batches, ``gas`` micro-batches for each step."""

@@ -23,7 +23,6 @@ from wordrun.dist.collectives import first_text
 from wordrun.dist.hang import watch
 from wordrun.train import rng
 from wordrun.train.hints import relative
-from wordrun.train.options import TrainConfig
 from wordrun.train.run import note_failure
 from wordrun.train.training import Hook, Training
 
@@ -152,12 +151,13 @@ def load_parts(cfg: Config, rank: int) -> dict[str, Hook]:
 
 
 @contextlib.contextmanager
-def explained(train: TrainConfig, step: int) -> Iterator[None]:
-    """Within the ``with`` block of a ``step``, name the option of ``train`` that causes an error in torch."""
+def explained(trainer: Training) -> Iterator[None]:
+    """Within the ``with`` block, name the option of ``train`` that causes an error in torch."""
+    train = trainer.cfg.train
     try:
         yield
     except UnusedError as error:
-        error.in_step(step)
+        error.in_step(trainer.step + 1)
         raise
     except Exception as error:
         if train.deterministic and rng.has_no_deterministic_algorithm(error):

@@ -19,8 +19,7 @@ def check(trainer: Training) -> None:
         HookError: a state would not come back from a checkpoint as it is.
         ConfigError: a tensor belongs to no weight.
     """
-    train = trainer.cfg.train
-    if not (train.checkpoint_interval or train.memory_checkpoint_interval):
+    if not trainer.cfg.train.saves:
         return
     for name, hook in trainer.hooks.items():
         try:

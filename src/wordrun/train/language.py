@@ -22,6 +22,7 @@ from wordrun.config.registry import refuse_own_model
 from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
+from wordrun.data.corpus import Corpus
 from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
@@ -65,9 +66,9 @@ class LanguageTask(Task):
     unit = "sequences"
     tokens_per_example: int
 
-    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
-        super().__init__(cfg, world, layout, banner)
-        self.corpus = obtain(cfg, world)
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, data: Corpus, banner: str | None = None) -> None:
+        super().__init__(cfg, world, layout, data, banner)
+        self.corpus = data
         self.banner = banner or self.corpus.banner
         self.tokenizer = self.corpus.tokenizer
         self.tokenizer_json = self.tokenizer.to_json()
@@ -115,13 +116,17 @@ class LanguageTask(Task):
             super().check_source(source)
 
     @classmethod
-    def least_shapes(cls, cfg: Config) -> ModelShapes | None:
-        """Return the shapes of the model with a vocabulary of one token; None: it is not a transformer."""
-        return _shapes(cfg, 1)
+    def open(cls, cfg: Config, world: dist.World) -> Corpus:
+        """Return the text as tokens, which one rank of each file system prepares if necessary."""
+        return obtain(cfg, world)
 
-    def shapes(self) -> ModelShapes | None:
-        """Return the shapes of the run's model; None: it is not a transformer."""
-        return _shapes(self.cfg, self.vocab_size)
+    @classmethod
+    def shapes(cls, cfg: Config, data: Corpus | None = None) -> ModelShapes | None:
+        """Return the shapes of the run's model; None: it is not a transformer, or its vocabulary is not known yet."""
+        vocab_size = cfg.tokenizer.known_vocab_size if data is None else data.tokenizer.vocab_size
+        if vocab_size is None or not isinstance(cfg.model, TransformerConfig):
+            return None
+        return shapes_of(cfg.model, vocab_size, split=not cfg.backend.replicated)
 
     def _flops(self) -> int | None:
         model, size = self.make_model(), self.cfg.text_model.block_size
@@ -356,9 +361,3 @@ class LanguageTask(Task):
             LOGGER.warning("no samples: %s", self.no_samples)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)
-
-
-def _shapes(cfg: Config, vocab_size: int) -> ModelShapes | None:
-    if not isinstance(cfg.model, TransformerConfig):
-        return None
-    return shapes_of(cfg.model, vocab_size, split=not cfg.backend.replicated)

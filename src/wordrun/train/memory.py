@@ -1,15 +1,13 @@
-"""Checks before anything is built whether the run fits into memory, and explains an out-of-memory error."""
+"""Plans before anything is built whether the run fits into memory, and explains an out-of-memory error."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
-from wordrun.backend.precision import fast_dtype
 from wordrun.common import cgroup
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.log import FIRST_RANK, LOGGER
@@ -31,74 +29,50 @@ SIGNS = re.compile(r"out of memory|out_of_(host|device)_memory|alloc_failed|can'
 """What libraries write when memory runs out; only torch's allocators for accelerators have an exception for it."""
 
 
-class MemoryCheck:
-    """Compares the estimate of ``wordrun plan`` with the memory of the rank that has the least.
+class MemoryPlan:
+    """The estimate of ``wordrun plan`` for this run, and the memory of the rank that has the least.
 
-    Every rank must create one, before any of them allocates its share: the ranks agree on the figure, and so on what
-    follows from it.
+    Every rank must create one, before any of them allocates its share: the ranks agree on the least memory, and so on
+    what follows from it.
+
+    Args:
+        cfg: the config, with the dtype in which the run computes.
+        world: the ranks.
+        layout: which ranks share what.
+        shapes: those of the model; None: there is no estimate, so nothing is refused.
+
+    Raises:
+        ConfigError: the run does not fit.
     """
 
-    def __init__(self, cfg: Config, world: World, layout: Layout) -> None:
-        self.device, self.world, self.layout = torch.device(world.device), world, layout
-        if cfg.train.activation_offload and self.device.type == "cpu":
-            raise ConfigError(
-                "train.activation_offload=true moves activations from an accelerator to host memory, but this run is "
-                "on CPUs, where they are in host memory anyway: omit it, or use train.activation_checkpointing"
-            )
-        self.asked = cfg
-        self.cfg = replace(cfg, train=replace(cfg.train, dtype=fast_dtype(cfg.train.dtype, self.device)))
+    def __init__(self, cfg: Config, world: World, layout: Layout, shapes: ModelShapes | None) -> None:
+        self.device, self.world, self.shapes = torch.device(world.device), world, shapes
         host = (cgroup.memory() or UNLIMITED) / world.local_size
         own = host if self.device.type == "cpu" else _free(self.device, world)
         keys = [int(size / 2**20) << NODE_BITS | world.node for size in (own, host)]
         least = all_min(torch.tensor(keys, device=self.device)).tolist()
         self.room = Room(*(float((key >> NODE_BITS) * 2**20) for key in least))
         self.node = least[0] % 2**NODE_BITS
-        self._fit: Fit | None = None
-        """None: there is no estimate, so nothing is refused."""
-
-    def before_data(self, least: ModelShapes | None) -> None:
-        """Refuse a run that does not fit with the ``least`` shapes that its data may require.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        if least is not None:
-            fit = Fit(self.cfg, least, self.layout, self.world.local_size, self.device.type == "cpu")
-            self._fit = within_budget(fit)
-            self._refuse(self._fit)
-        elif self.cfg.train.memory_budget_gb is not None:
+        self.fit: Fit | None = None
+        """What the run needs; None: there is no estimate."""
+        if shapes is not None:
+            self.fit = within_budget(Fit(cfg, shapes, layout, world.local_size, self.device.type == "cpu"))
+            self._compared(self.fit).refuse()
+            self._report(self.fit, cfg.train.memory_budget_gb)
+        elif cfg.train.memory_budget_gb is not None:
             raise ConfigError(
-                f"train.memory_budget_gb={self.cfg.train.memory_budget_gb:g} needs an estimate of the memory, but "
-                f"there is none for model={self.cfg.model.name}: set train.activation_checkpointing instead"
+                f"train.memory_budget_gb={cfg.train.memory_budget_gb:g} needs an estimate of the memory, but "
+                f"there is none for model={cfg.model.name}: set train.activation_checkpointing instead"
             )
 
-    @property
-    def settled(self) -> Config:
-        """The config with what train.memory_budget_gb determines."""
-        if self._fit is None:
-            return self.asked
-        chosen = self._fit.cfg.train.activation_checkpointing
-        return replace(self.asked, train=replace(self.asked.train, activation_checkpointing=chosen))
-
-    def before_model(self, shapes: ModelShapes | None) -> None:
-        """Refuse a run that does not fit with these ``shapes``, and warn if it is close.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        self.before_data(shapes)
-        if (budget := self.cfg.train.memory_budget_gb) is not None and self._fit is not None:
-            chosen, need = self.settled.train.activation_checkpointing, self._fit.need.total / 1e9
-            LOGGER.info(
-                "train.memory_budget_gb=%g: train.activation_checkpointing=%s, and each rank needs about %.4g GB",
-                budget,
-                chosen,
-                need,
-                extra=FIRST_RANK,
-            )
-        if self._fit is not None and not self._fit.fits(self.room):
+    def _report(self, fit: Fit, budget: float | None) -> None:
+        chosen = fit.cfg.train.activation_checkpointing
+        if budget is not None:
+            text = "train.memory_budget_gb=%g: train.activation_checkpointing=%s, and each rank needs about %.4g GB"
+            LOGGER.info(text, budget, chosen, fit.need.total / 1e9, extra=FIRST_RANK)
+        if not fit.fits(self.room):
             off = f"estimates are up to {TOLERANCE - 1:.0%} off"
-            LOGGER.warning("memory may run out: %s (%s)", self._compared(self._fit), off, extra=FIRST_RANK)
+            LOGGER.warning("memory may run out: %s (%s)", self._compared(fit), off, extra=FIRST_RANK)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -109,9 +83,6 @@ class MemoryCheck:
             if not (isinstance(error, MemoryError) or SIGNS.search(str(error))):
                 raise
             raise UserError("\n".join(self._explanation(error)), page="plan.md#before-every-run") from error
-
-    def _refuse(self, fit: Fit) -> None:
-        self._compared(fit).refuse()
 
     def _compared(self, fit: Fit) -> Comparison:
         world, node = self.world, self.node
@@ -128,11 +99,11 @@ class MemoryCheck:
             module = torch.get_device_module(self.device)
             used, reserved = module.max_memory_allocated(self.device), module.memory_reserved(self.device)
             lines.append(f"torch's allocator used {gib(used)} at its peak and has reserved {gib(reserved)}.")
-        if self._fit is None:
+        if self.fit is None:
             return [*lines, "A smaller model.batch_size with a larger optimizer.gas needs less."]
         # The estimate was too low, or others use the memory too.
-        room = Room(min(self.room.device, 0.9 * self._fit.need.total), self.room.host)
-        return [*lines, *Comparison(self._fit, self.room, self.world.host, self.device.type).advice(room)]
+        room = Room(min(self.room.device, 0.9 * self.fit.need.total), self.room.host)
+        return [*lines, *Comparison(self.fit, self.room, self.world.host, self.device.type).advice(room)]
 
 
 def _free(device: torch.device, world: World) -> float:

@@ -173,6 +173,21 @@ class TrainConfig(Section):
     """Where a new run loads its initial weights from: a run directory, a checkpoint, or a Hugging Face model
     (hf:DIRECTORY or hf:NAME). A resumed run ignores it."""
 
+    @property
+    def save_intervals(self) -> tuple[int, ...]:
+        """Steps between checkpoints of each kind; 0: there are none of that kind."""
+        return self.checkpoint_interval, self.memory_checkpoint_interval
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints."""
+        return any(self.save_intervals)
+
+    @property
+    def save_hooks(self) -> list[str]:
+        """The hooks, as ``module:Class``, that keep checkpoints elsewhere than on disk."""
+        return ["wordrun.checkpoint.memory.hook:MemoryCheckpoint"] if self.memory_checkpoint_interval else []
+
     def problems(self) -> Iterable[str]:
         """Return what is wrong with these options alone."""
         yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")

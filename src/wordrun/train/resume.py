@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from wordrun import dist
+from wordrun.backend.precision import fast_dtype
 from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint.folder import DamagedError, Folder
-from wordrun.checkpoint.memory import resume as memory_resume
-from wordrun.checkpoint.memory.copies import MemoryCheckpoints
-from wordrun.checkpoint.memory.resume import InMemory, LostError
+from wordrun.checkpoint.folder import DamagedError, Folder, LostError
 from wordrun.common import slurm
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.files import in_use
@@ -28,8 +26,8 @@ from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
 from wordrun.track.run_json import has_run, read as read_record
 from wordrun.train import rng
-from wordrun.train.run import Start, recorded
-from wordrun.train.training import Training
+from wordrun.train.run import Elsewhere, Start, recorded
+from wordrun.train.training import CheckpointHook, Training
 
 FREE = {
     "model": {"name", "batch_size"},
@@ -96,7 +94,7 @@ STATE = {
 """What the manifest of a checkpoint must contain for a run to resume from it."""
 
 
-def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = None) -> Start:
+def find(cfg: Config, world: dist.World, hooks: Sequence[CheckpointHook] = ()) -> Start:
     """Return where the run starts, according to train.resume or the scheduler.
 
     Every rank must call this; the ranks share the work of verifying files.
@@ -104,23 +102,23 @@ def find(cfg: Config, world: dist.World, in_memory: MemoryCheckpoints | None = N
     Args:
         cfg: the config.
         world: the ranks.
-        in_memory: where to look for a checkpoint that is at least as new as those on disk; None: nowhere.
+        hooks: those that may have kept a checkpoint that is at least as new as those on disk.
     """
     run_dir, checkpoints = dist.broadcast(candidates(cfg, restarted()) if world.rank == 0 else None, world)
     newest, why = checkpoints[-1] if checkpoints else None, ""
-    if in_memory is not None and run_dir is not None and continues(cfg, run_dir):
-        record = recorded(run_dir) if world.rank == 0 else {}
-        found, why = memory_resume.newest(in_memory, record, newest.step if newest else 0)
-        if found is not None:
-            manifest = found.folder.manifest()
-            return Start(run_dir, found.folder, manifest, newest.step if newest else -1, found)
+    on_disk = newest.step if newest else -1
+    for hook in hooks if run_dir is not None and continues(cfg, run_dir) else ():
+        start = replace(hook.find_start(cfg, world, run_dir, on_disk), source=run_dir, newest=on_disk)
+        if start.folder is not None:
+            return start
+        why = start.why
     if newest is None:
         return Start(run_dir, why=why)
     folder, manifest = open_newest(checkpoints, world)
     if manifest["backend"]["kind"] == "weights":
         raise ConfigError(f"{newest.path} contains only weights: use train.init_from={newest.path}")
     folder.require(manifest, STATE)
-    return Start(run_dir, folder, manifest, newest.step, why=why)
+    return Start(run_dir, folder, manifest, on_disk, why=why)
 
 
 def check_source(cfg: Config, world: dist.World, check: Callable[[str], None]) -> None:
@@ -224,10 +222,10 @@ def resume(trainer: Training, start: Start) -> Start:
     """Seed this rank, and load the checkpoint of ``start``, the result of ``find``, if it has one.
 
     Returns:
-        ``start``, or one of a checkpoint on disk if the one in memory turns out to be incomplete.
+        ``start``, or one of a checkpoint on disk if another one turns out to be incomplete.
 
     Raises:
-        LostError: the one in memory is incomplete, and there is no checkpoint on disk.
+        LostError: the other one is incomplete, and there is no checkpoint on disk.
     """
     seed_everything(rank_seed(trainer.cfg, trainer.world.rank))
     if start.folder is None:
@@ -237,18 +235,19 @@ def resume(trainer: Training, start: Start) -> Start:
         return start
     path = start.folder.path
     check_options(trainer, start.manifest, path)
+    kept = start.elsewhere
     try:
-        load(trainer, path, start.manifest, start.memory)
+        load(trainer, path, start.manifest, kept)
     except LostError as error:
         other = replace(find(trainer.cfg, trainer.world), why=str(error))
         if other.folder is None:
-            remedy = "the checkpoint stays in memory: fix the cause, and launch again"
+            remedy = f"the checkpoint stays in {kept.where if kept else path}: fix the cause, and launch again"
             raise LostError(f"{error}, and no checkpoint is on disk; {remedy}") from None
         return resume(trainer, other)
     trainer.state.load_state_dict(start.manifest)
-    if start.memory:
+    if kept:
         on_disk = f"the newest checkpoint on disk is of step {start.newest}" if start.newest >= 0 else "none is on disk"
-        LOGGER.info("resumed from memory at step %d; %s", trainer.step, on_disk)
+        LOGGER.info("resumed from %s at step %d; %s", kept.where, trainer.step, on_disk)
     else:
         LOGGER.info("resumed from %s at step %d%s", path, trainer.step, f", because {start.why}" if start.why else "")
     return start
@@ -278,6 +277,8 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
     # Before schedules had their own group, optimizer.decay_lr chose between two.
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     theirs.setdefault("model.mup", False)
+    # A checkpoint in bf16 can be resumed where the devices are not fast at it.
+    theirs["train.dtype"] = fast_dtype(manifest.get("dtype", theirs["train.dtype"]), trainer.backend.device)
     different = [
         f"  {name} is {value_text(theirs[name])} in the checkpoint and {value_text(value)} here"
         for name, value in ours.items()
@@ -289,11 +290,11 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
         raise ConfigError("\n".join([first, *different, remedy]), page="checkpoints.md#resuming")
 
 
-def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMemory | None = None) -> None:
+def load(trainer: Training, folder: Path, manifest: dict[str, Any], elsewhere: Elsewhere | None = None) -> None:
     """Load model, optimizer, hooks and this process's RNG states from the checkpoint in ``folder``.
 
     Raises:
-        LostError: it is in ``memory``, and no longer complete.
+        LostError: it is ``elsewhere``, and no longer complete.
     """
     world = trainer.world
     # RNG states belong to ranks: a different layout seeds them anew from the step.
@@ -303,11 +304,11 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any], memory: InMe
     same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
     mine = rng_name(world.rank, manifest.get("rng", "streams"))  # as it was called at first
     states = manifest.get("hooks")
-    fetch = {} if memory is None else {"fetch": memory.fetch}
+    fetch = {} if elsewhere is None else {"fetch": elsewhere.fetch}
     tensors = trainer.hooks.tensors(states or {})
     own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], tensors, **fetch)
-    if memory is not None:
-        memory.release()
+    if elsewhere is not None:
+        elsewhere.release()
     if same:
         try:
             rng.restore(rng.from_tensor(own[mine]))
@@ -343,7 +344,7 @@ def manifest(trainer: Training) -> dict[str, Any]:
         "backend_name": cfg.train.backend,
         "layout": list(trainer.layout.shape),
         "ranks": trainer.world.size,
-        "dtype": trainer.precision,
+        "dtype": trainer.cfg.train.dtype,
         "config": to_plain(cfg),
         "fixed": fixed_options(cfg),
         "facts": _facts(trainer),

@@ -11,14 +11,13 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Folder
-from wordrun.checkpoint.memory.resume import InMemory
 from wordrun.common import files
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.log import LOGGER
@@ -45,6 +44,25 @@ FOLDERS = ("plots", "failures", "profile", "tensorboard", "wandb")
 """Those that are folders."""
 
 
+class Elsewhere(Protocol):
+    """A checkpoint of which this node may lack files; all ranks make the same calls."""
+
+    where: str
+    """What holds the checkpoint, such as memory."""
+    name: str
+    """Name of the checkpoint there."""
+
+    def fetch(self, files: Iterable[str]) -> None:
+        """Bring those of ``files``, which this rank needs, that its node does not have.
+
+        Raises:
+            LostError: a node cannot get a file.
+        """
+
+    def release(self) -> None:
+        """Remove what ``fetch`` has brought, once all ranks have read it."""
+
+
 @dataclass(frozen=True)
 class Start:
     """Where a run starts: at step 0, or at a checkpoint of its own or of another run."""
@@ -57,10 +75,10 @@ class Start:
     """The manifest of that checkpoint."""
     newest: int = -1
     """The step of the newest checkpoint of the run in ``source`` on disk, intact or not."""
-    memory: InMemory | None = None
-    """The checkpoint from which the run resumes, if it is in memory."""
+    elsewhere: Elsewhere | None = None
+    """Brings the files of the checkpoint in ``folder``; None: they are on disk."""
     why: str = ""
-    """With train.memory_checkpoint_interval, why the run does not resume from memory."""
+    """Why the run does not start from a later checkpoint that a hook could have kept; empty: there is no such hook."""
 
     @property
     def step(self) -> int:
@@ -129,7 +147,8 @@ class Run:
             branch = str(start.folder.path) if start.folder else ""
             named = before.get("resumed_from", {}).get("named") if continues else branch
             origin = {"run": str(start.source), "step": start.step, **({"named": named} if named else {})}
-            origin |= {"source": "memory", "memory": start.memory.name} if start.memory else {"source": "disk"}
+            kept = start.elsewhere
+            origin |= {"source": kept.where, kept.where: kept.name} if kept else {"source": "disk"}
             link = {name: before[name] for name in LINK if name in before}
             self.record |= {"resumed_from": origin, "earlier": [*before.get("earlier", []), link]}
         source = self.record.get("resumed_from", {}).get("source")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from wordrun import dist
 from wordrun.backend.base import Backend, MakeModel
 from wordrun.checkpoint.folder import locate
 from wordrun.checkpoint.saved import find
+from wordrun.common import lazy
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.loader import Loader
@@ -28,15 +28,21 @@ from wordrun.train.training import Hook
 
 def task_of(cfg: Config) -> type[Task]:
     """Return the class of the run's task, which its data name."""
-    module, _, name = cfg.data.task.partition(":")
-    task: type[Task] = getattr(importlib.import_module(module), name)
+    task: type[Task] = lazy.load(cfg.data.task)
     return task
 
 
 class Task:
     """The data and the model of a run. The trainer itself knows only batches of examples, and their losses.
 
-    Every rank must create one, with the ``cfg`` and the banner that ``settle`` returned. Subclasses set the attributes.
+    Every rank must create one, of the settled config. Subclasses set the attributes.
+
+    Args:
+        cfg: the settled config.
+        world: the ranks.
+        layout: which ranks share what.
+        data: what ``open`` returned.
+        banner: the warning that ``settle`` returned.
     """
 
     unit = "examples"
@@ -53,8 +59,9 @@ class Task:
     flops_per_example: int | None = None
     """Floating-point operations of an example's forward and backward pass; None: unknown."""
 
-    def __init__(self, cfg: Config, world: dist.World, layout: Layout, banner: str | None = None) -> None:
-        self.cfg, self.layout, self.dp_rank, self.banner = cfg, layout, layout.dp_index(world.rank), banner
+    def __init__(self, cfg: Config, world: dist.World, layout: Layout, data: Any, banner: str | None = None) -> None:
+        self.cfg, self.layout, self.dp_rank = cfg, layout, layout.dp_index(world.rank)
+        self.data, self.banner = data, banner
 
     @classmethod
     def settle(cls, cfg: Config, world: dist.World) -> tuple[Config, str | None]:
@@ -77,12 +84,18 @@ class Task:
             raise ConfigError(f"train.init_from={source}: {error}") from None
 
     @classmethod
-    def least_shapes(cls, cfg: Config) -> ModelShapes | None:
-        """Return the shapes of the smallest model that the run can have, before the data are read; None: unknown."""
-        return None
+    def open(cls, cfg: Config, world: dist.World) -> Any:
+        """Return the data, prepared if necessary; every rank must call this."""
+        raise NotImplementedError
 
-    def shapes(self) -> ModelShapes | None:
-        """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
+    @classmethod
+    def shapes(cls, cfg: Config, data: Any = None) -> ModelShapes | None:
+        """Return the shapes of the run's model, from which its memory is estimated; None: unknown.
+
+        Args:
+            cfg: the config.
+            data: what ``open`` returned; None: they are not open yet.
+        """
         return None
 
     @property

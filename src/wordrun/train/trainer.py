@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from wordrun import backend, dist
-from wordrun.backend.precision import settled_dtype
-from wordrun.checkpoint.memory.copies import MemoryCheckpoints
-from wordrun.checkpoint.memory.hook import CheckpointAndMemory
-from wordrun.common import ends, log
+from wordrun.common import ends, lazy, log
 from wordrun.common.errors import UserError, first_line
 from wordrun.common.log import LOGGER
 from wordrun.config.registry import part_of
-from wordrun.config.rules import accumulation, check
+from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.hang import watch
 from wordrun.track.run_json import gone
-from wordrun.train import finite, hook_checks, profile, resume, rng
+from wordrun.train import hook_checks, profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, attributed, explained, load_parts, note, noted, reason
 from wordrun.train.hints import by_launch, has_huggingface_format, has_huggingface_tokenizer, next_steps
 from wordrun.train.hooks.compiling import Compile
-from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log
-from wordrun.train.memory import MemoryCheck
+from wordrun.train.hooks.nonfinite import Nonfinite, is_finite
+from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Profile, StopTogether
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
+from wordrun.train.settle import settle
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.task import Task, task_of
-from wordrun.train.training import Hook, HookSet, Training
-
-# After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
-LAST_SAVE_S = 5.0
+from wordrun.train.training import Hook, HookSet, NoLearningRateError, StopTraining, Training
 
 
 @dataclass(frozen=True)
@@ -62,6 +56,10 @@ class Summary:
     """Its best value, which the checkpoint "best" has."""
     best_step: int | None
     """The step at which that was measured."""
+
+
+# After a failure, wait this long for the checkpoint being written; other ranks may no longer respond.
+LAST_SAVE_S = 5.0
 
 
 class Trainer(Training):
@@ -111,35 +109,23 @@ class Trainer(Training):
 
     @watch.phase("start-up", watch.SLOW)
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
-        """Create the trainer's parts in order of their dependencies."""
+        """Settle the config, and create the trainer's parts in order of their dependencies."""
         world = self.world
         configured = load_parts(self.cfg, world.rank)
-        task = task_of(self.cfg)
-        with watch.phase("preparing data", math.inf):  # may take hours; the other ranks watch its progress
-            resume.check_source(self.cfg, world, task.check_source)
-            self.cfg, banner = task.settle(self.cfg, world)
+        keepers = [lazy.load(name)() for name in self.cfg.train.save_hooks]
+        for hook in keepers:
+            closers.callback(hook.release)
+        settled = settle(self.cfg, world, keepers)
+        self.cfg, self.layout, self.start, self.memory = settled.cfg, settled.layout, settled.start, settled.memory
         cfg = self.cfg
-        self.in_memory = MemoryCheckpoints(cfg, world) if cfg.train.memory_checkpoint_interval else None
-        if self.in_memory is not None:
-            closers.callback(self.in_memory.close)
-        self.start = resume.find(cfg, world, self.in_memory)
-        self.layout = check(cfg, world.size, world.per_node)
-        watch.mark(layout=self.layout)
         self.gas = accumulation(cfg, self.layout.dp)
-        stored = self.start.manifest.get("dtype") if cfg.train.dtype == "auto" else None
-        self.precision = stored or settled_dtype(cfg, world)
-        settled = replace(cfg, train=replace(cfg.train, dtype=self.precision))
-        self.memory = MemoryCheck(settled, world, self.layout)
-        self.memory.before_data(task.least_shapes(cfg))
-        with watch.phase("preparing data", math.inf):
-            self.task = task(cfg, world, self.layout, banner)
-        self.memory.before_model(self.task.shapes())
+        self.task = task_of(cfg)(cfg, world, self.layout, settled.data, settled.banner)
         # A checkpoint of LoRA has no frozen weights.
         initial = cfg.lora_rank or not self.start.folder
         weights = self.task.initial_weights(world, self.start.manifest) if initial else None
         make_optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         spec = backend.BackendSpec(
-            self.memory.settled, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
+            cfg, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
         )
         with self.memory.explained():
             self.backend = backend.build(spec)
@@ -155,17 +141,17 @@ class Trainer(Training):
             self.task.tokens_per_example,
             self.task.flops_per_example,
         )
-        self.stop = StopSignal(self.backend.device)
+        self.stop, self.failed_hooks = StopSignal(self.backend.device), FailedHooks(self)
         self.profiler = profile.build(cfg, world)
-        first = [*([Compile()] if cfg.train.compile == "auto" else []), Log(), Bar(), Evaluate()]
-        last = CheckpointAndMemory(self.in_memory) if self.in_memory else Checkpoint()
-        self.hooks = HookSet([*first, *self.task.hooks()], configured, hooks, last)
-        self.failed_hooks = FailedHooks(self)
+        first: list[Hook] = [StopTogether(self.stop, self.failed_hooks), Nonfinite()]
+        first += [Compile()] if cfg.train.compile == "auto" else []
+        first += [Log(), Bar(), Evaluate(), *self.task.hooks()]
+        self.hooks = HookSet(first, configured, hooks, [Checkpoint(), *keepers, Profile(self.profiler)])
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
         self.hooks.attach(self)
         self.start = resume.resume(self, self.start)
-        on_disk = self.start.newest if self.start.memory else self.step
+        on_disk = self.start.newest if self.start.elsewhere else self.step
         written = on_disk if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
 
@@ -181,48 +167,33 @@ class Trainer(Training):
             why = self.stop_reason or "the run is finished; increase train.max_iters to train further"
             LOGGER.info("nothing to do at step %d: %s", self.step, why)
             return self.summary()
-        cfg = self.cfg
-        with self._session(), rng.swapped(self.state.rng), self.memory.explained(), watch.phase("training"):
-            self.meter.clock.start()
-            while not self.done and not self._stops():
-                watch.mark(self.step)
+        with self._session():
+            while not self.done:
                 self.hooks.call("before_step", self)
-                try:
-                    lr = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
-                    lr = self.hooks.learning_rate(self, lr)
-                except UserError as error:
-                    self.failed_hooks.without_rate(error)
-                    continue
-                self.gas = accumulation(cfg, self.layout.dp, self.step)
+                lr = self._learning_rate()
+                self.gas = accumulation(self.cfg, self.layout.dp, self.step)
                 self.result = self._train_step(lr)
                 self.state.take(self.examples_of(self.gas))
-                if not finite.counts(self, self.result):
-                    continue
-                self.state.count_step()
-                self.run.step_done()
-                self.meter.add(self.result, lr, self.examples_of(self.gas))
-                self.hooks.call("after_step", self)
-                self.profiler.step()
-            self.failed_hooks.close()
-            if not self.done:
-                self._save_and_stop()
-            with watch.phase("the end of the run", watch.SLOW):
-                self.hooks.call("at_end", self)
-            self.failed_hooks.raise_first()
+                if self.hooks.accepts_step(self):
+                    self.state.count_step()
+                    self.meter.add(self.result, lr, self.examples_of(self.gas))
+                    self.hooks.call("after_step", self)
         return self.summary()
 
-    def _stops(self) -> bool:
-        """Return whether all ranks end the run before the next step."""
-        failed = self.failed_hooks.seen()
-        dt = None if self.failed_hooks.everywhere else self.metrics.get("dt")
-        return self.stop.agreed(self.step, dt, hook_failed=failed)
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step: the schedule's, as hooks change it."""
+        cfg = self.cfg
+        try:
+            rate = learning_rate(cfg.optimizer, cfg.schedule, self.step, cfg.train.max_iters, self.layout.dp)
+            return self.hooks.learning_rate(self, rate)
+        except UserError as error:
+            raise NoLearningRateError(error) from error
 
     def _train_step(self, lr: float) -> backend.StepResult:
         self.meter.clock.lap("hooks")  # and whatever else happens between steps
         batches = self._micro_batches()
         self.meter.clock.lap("data")
-        with explained(self.cfg.train, self.step + 1):
-            return self.backend.train_step(batches, lr, self.meter.clock)
+        return self.backend.train_step(batches, lr, self.meter.clock)
 
     def _micro_batches(self) -> list[Batch]:
         """Return this rank's share of the step's examples, a batch for each micro-step.
@@ -230,21 +201,6 @@ class Trainer(Training):
         They depend only on ``state.position``, which is all that resuming needs.
         """
         return self.loader.take(self.state.position, self.gas)
-
-    def _save_and_stop(self) -> None:
-        """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
-        if self.cfg.train.checkpoint_interval:
-            written = self.checkpoints.wait()
-            # A skipped step has changed nothing.
-            intact = self.step == self.start.step or self.state.skipped > 0
-            if (intact or finite.is_finite(self, self.result)) and written != self.step:
-                LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
-                self.save()
-                self.checkpoints.wait()
-            if self.in_memory is not None and self.checkpoints.written == self.step:
-                self.in_memory.end()
-        self.failed_hooks.raise_first()
-        raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
     @watch.phase("saving a checkpoint", watch.SLOW)
     def save(self, *, best: bool = False) -> None:
@@ -296,12 +252,17 @@ class Trainer(Training):
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """Open the resources of a training run, and close them however it ends."""
+        """Run the training loop in the ``with`` block, with the run's record, log, signals, profiler and random state.
+
+        Raises:
+            Interrupted: a signal has ended the loop, and a checkpoint of the last step is saved.
+            UserError: an error that the loop has raised, explained.
+        """
         facts = start_facts(self)
         with noted(self.cfg.run_dir, self.world.rank, self.step):
             self.run.open(facts, self.start)
         log_file = None
-        error_text, failed = "", False
+        error_text, failed, stopped = "", False, False
         for part in self.backend.parts:
             part.train()
         try:
@@ -310,11 +271,32 @@ class Trainer(Training):
                 announce(self, facts)
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
-            with self.stop.listen(), self.profiler, attributed(self.cfg):
+            with (
+                self.stop.listen(),
+                self.profiler,
+                attributed(self.cfg),
+                rng.swapped(self.state.rng),
+                self.memory.explained(),
+                explained(self),
+                watch.phase("training"),
+            ):
                 self.evaluation.try_one_batch()
                 self.hooks.call("at_start", self)
                 hook_checks.check(self)
-                yield
+                self.meter.clock.start()
+                try:
+                    yield
+                except StopTraining:
+                    stopped = True
+                except NoLearningRateError as error:
+                    self.failed_hooks.without_rate(error.error)
+                    stopped = True
+                self.failed_hooks.close()
+                if stopped:
+                    self._save_and_stop()
+                with watch.phase("the end of the run", watch.SLOW):
+                    self.hooks.call("at_end", self)
+                self.failed_hooks.raise_first()
         except BaseException as error:
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
@@ -328,6 +310,20 @@ class Trainer(Training):
             if log_file is not None:
                 self.log.remove(log_file)
             self.failed_hooks.wait()
+
+    def _save_and_stop(self) -> None:
+        """Make a checkpoint of the last step, unless checkpoints are off, and end the run."""
+        if self.cfg.train.checkpoint_interval:
+            written = self.checkpoints.wait()
+            # A skipped step has changed nothing.
+            intact = self.step == self.start.step or self.state.skipped > 0
+            if (intact or is_finite(self, self.result)) and written != self.step:
+                LOGGER.info("stopping at step %d; writing a checkpoint", self.step)
+                self.save()
+                self.checkpoints.wait()
+            self.hooks.call("at_stop", self)
+        self.failed_hooks.raise_first()
+        raise Interrupted(self.stop.signal, saved=self.checkpoints.written == self.step)
 
     def _finish(self, error: str, *, failed: bool) -> None:
         """Record how the run ended. A failure here must not hide the ``error`` that ended the run."""

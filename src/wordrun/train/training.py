@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,9 +19,9 @@ from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
-from wordrun.plan.shapes import ModelShapes
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hook_state import as_json
+from wordrun.train.memory import MemoryPlan
 from wordrun.train.metrics import Meter
 from wordrun.train.run import Run, Start
 from wordrun.train.schedule import checked_rate
@@ -34,12 +35,12 @@ class Training(Protocol):
     """
 
     cfg: Config
+    """The settled options, which config.yaml and checkpoints have."""
     world: World
     layout: Layout
-    precision: str
-    """train.dtype or, if that is auto on a CPU, what was measured."""
     gas: int
     """Micro-steps of the last optimizer step; before the first, of a step after train.batch_ramp."""
+    memory: MemoryPlan
     task: TaskProtocol
     backend: Backend
     state: TrainState
@@ -148,11 +149,22 @@ class Hook:
         DeepSpeed, whose engine has the gradients, refuses hooks with this method.
         """
 
+    def accepts_step(self, trainer: Training) -> bool:
+        """Return whether the step with ``trainer.result`` counts, the same on all ranks.
+
+        Called before ``trainer.step`` includes the step. If it does not count, the next step has the same number, and
+        the examples that come next.
+        """
+        return True
+
     def after_step(self, trainer: Training) -> None:
         """Called after each step that counts; ``trainer.state.step`` includes it."""
 
     def at_end(self, trainer: Training) -> None:
         """Called after the last step, unless the run was interrupted."""
+
+    def at_stop(self, trainer: Training) -> None:
+        """Called when a signal has ended the run early, once a checkpoint of the last step is saved."""
 
     def close(self) -> None:
         """Called however the run ended."""
@@ -177,6 +189,24 @@ class Hook:
         return {}
 
 
+class CheckpointHook(Hook):
+    """Base class of hooks that keep checkpoints elsewhere than on disk, and find them again when a run is resumed."""
+
+    def open(self, cfg: Config, world: World) -> None:
+        """Called on all ranks before anything else, with the options as far as they are settled."""
+
+    def find_start(self, cfg: Config, world: World, run_dir: Path, on_disk: int) -> Start:
+        """Return the checkpoint that this hook has of the run in ``run_dir``, or a Start that says why there is none.
+
+        Called on all ranks after ``open``, if the run continues from its newest checkpoint. ``on_disk`` is the step of
+        the newest one on disk (-1: there is none); an older one is of no use.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Called when the trainer is closed, also if ``open`` has failed."""
+
+
 class HookError(PartError):
     """A hook raised an exception; the message names the hook."""
 
@@ -188,20 +218,20 @@ class HookSet(Mapping[str, Hook]):
         first: wordrun's own hooks, called before all others.
         configured: the hooks in the config, by their names there.
         added: the hooks passed to the trainer; each has the name of its class.
-        last: wordrun's own hook, called after all others.
+        last: wordrun's own hooks, called after all others.
     """
 
     def __init__(
-        self, first: Sequence[Hook], configured: Mapping[str, Hook], added: Sequence[Hook], last: Hook
+        self, first: Sequence[Hook], configured: Mapping[str, Hook], added: Sequence[Hook], last: Sequence[Hook]
     ) -> None:
         self._hooks = {type(hook).__name__: hook for hook in first} | dict(configured)
-        self._own = {type(hook).__name__ for hook in (*first, last)}
+        self._own = {type(hook).__name__ for hook in (*first, *last)}
         for hook in added:
             name = type(hook).__name__
             numbered = (f"{name}-{number}" for number in itertools.count(2))
             free = (each for each in itertools.chain([name], numbered) if each not in {*self._hooks, *self._own})
             self._hooks[next(free)] = hook
-        self._hooks[type(last).__name__] = last
+        self._hooks |= {type(hook).__name__: hook for hook in last}
         self.has_others = bool(configured or added)
         """Whether there are hooks besides wordrun's own."""
         self.failed: dict[str, Exception] = {}
@@ -228,7 +258,7 @@ class HookSet(Mapping[str, Hook]):
         Raises:
             HookError: such a hook failed before training.
         """
-        during = event in ("before_step", "on_gradients", "after_step", "at_end")
+        during = event in ("before_step", "on_gradients", "after_step", "at_end", "at_stop")
         for name, hook in self._defining(event):
             with self._named(name, event, trainer.step or None, keep=during):
                 getattr(hook, event)(trainer)
@@ -258,6 +288,18 @@ class HookSet(Mapping[str, Hook]):
             with self._named(name, "learning_rate", trainer.step):
                 scheduled = checked_rate(hook.learning_rate(trainer, scheduled))
         return scheduled
+
+    def accepts_step(self, trainer: Training) -> bool:
+        """Return whether the step counts for all hooks.
+
+        Raises:
+            UserError: a hook failed, or the run cannot continue.
+        """
+        for name, hook in self._defining("accepts_step"):
+            with self._named(name, "accepts_step", trainer.step):
+                if not hook.accepts_step(trainer):
+                    return False
+        return True
 
     def stop_reason(self) -> str:
         """Return why a hook wants the run to end; empty: none does."""
@@ -347,6 +389,18 @@ class HookSet(Mapping[str, Hook]):
         return HookError(f"the hook {name} failed in {event}{at}", error, type(self[name]))
 
 
+class StopTraining(Exception):  # noqa: N818  # as StopIteration
+    """Ends the training loop before the next step; all ranks raise it at the same step."""
+
+
+class NoLearningRateError(Exception):
+    """The schedule or a hook could not compute the learning rate of the next step, because of ``error``."""
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class TaskProtocol(Protocol):
     """What checkpoints and the start of a run need from a task."""
 
@@ -361,9 +415,6 @@ class TaskProtocol(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json says about the data and the model."""
-
-    def shapes(self) -> ModelShapes | None:
-        """Return the shapes of the run's model, from which its memory is estimated; None: there is no estimate."""
 
     def announce(self, examples: int) -> None:
         """Log what the data are, given the number of examples to train on."""

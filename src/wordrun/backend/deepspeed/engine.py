@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wordrun.backend.base import BackendSpec, Fetch, MemoryWriter, Save, StepResult, checked
+from wordrun.backend.base import BackendSpec, Fetch, Save, StepResult, Writer, checked
 from wordrun.backend.deepspeed import compat, settings as ds_config
 from wordrun.backend.deepspeed.options import DeepSpeedConfig
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
@@ -153,7 +153,7 @@ class DeepSpeedBackend:
         self,
         rank_tensors: Mapping[str, Tensor],
         weight_like: Mapping[str, Tensor] | None = None,
-        memory_writer: MemoryWriter | None = None,
+        writer: Writer | None = None,
     ) -> Save:
         """Return a save that the engine writes in its own format, which only the same number of ranks can read."""
         if weight_like:

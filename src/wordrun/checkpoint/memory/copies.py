@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import dist
-from wordrun.backend.base import MemoryWriter, Save
+from wordrun.backend.base import Save, Writer
 from wordrun.checkpoint import folder as folders, sums
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import INDEX, StoredTensor
@@ -117,7 +117,7 @@ class MemoryCheckpoints(BackgroundSaves):
             problem = f"{self.world.host}: {error if isinstance(error, UserError) else first_line(error)}"
         return first_text(problem, self.world.device)[1]
 
-    def check(self, begin: Callable[[MemoryWriter], Save], *, resumed: bool) -> None:
+    def check(self, begin: Callable[[Writer], Save], *, resumed: bool) -> None:
         """Compare what checkpoints need with the memory of each node, once the first step has allocated all state.
 
         Args:
@@ -164,7 +164,7 @@ class MemoryCheckpoints(BackgroundSaves):
         copies = "with a copy on the next node" if other else "without copies, because all ranks are on one node"
         LOGGER.info("checkpoints in memory: %s, %s", where, copies)
 
-    def save(self, step: int, begin: Callable[[MemoryWriter], Save], manifest: dict[str, Any]) -> None:
+    def save(self, step: int, begin: Callable[[Writer], Save], manifest: dict[str, Any]) -> None:
         """Copy the state, and complete the checkpoint in the background; ``wait`` for the previous one first.
 
         Args:

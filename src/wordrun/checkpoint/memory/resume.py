@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import dist
-from wordrun.checkpoint.folder import MANIFEST, Folder, file_of
+from wordrun.checkpoint.folder import MANIFEST, Folder, LostError, file_of
 from wordrun.checkpoint.index import INDEX
 from wordrun.checkpoint.memory.copies import MemoryCheckpoints
-from wordrun.common.errors import UserError
 from wordrun.dist.collectives import gather_json
-
-
-class LostError(UserError):
-    """A checkpoint in memory can no longer be read; nothing of it has been loaded."""
-
-    page = "checkpoints.md#checkpoints-in-memory"
 
 
 @dataclass
@@ -31,6 +24,8 @@ class InMemory:
     step: int
     holders: Mapping[int, Sequence[int]]
     """The nodes that have the share of a rank that wrote one."""
+    where: str = "memory"
+    """As ``train.run.Elsewhere`` has it."""
     _brought: list[Path] = field(default_factory=list)
 
     @property

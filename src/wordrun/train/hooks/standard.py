@@ -17,14 +17,31 @@ from rich.text import Text
 from wordrun.common.log import FOR_FILES, LOGGER
 from wordrun.common.validation import higher_is_better
 from wordrun.dist.collectives import all_max
+from wordrun.dist.hang import watch
 from wordrun.track.metrics_jsonl import read
 from wordrun.train.checkpoint import OF_DISKS, SaveError
-from wordrun.train.failing import dispensable
+from wordrun.train.failing import FailedHooks, dispensable
 from wordrun.train.metrics import QUIET, one_line, rate
-from wordrun.train.training import Hook, Training, due
+from wordrun.train.profile import Profiler
+from wordrun.train.stop import StopSignal
+from wordrun.train.training import Hook, StopTraining, Training, due
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0
+
+
+class StopTogether(Hook):
+    """Ends the run before the next step if any rank has got a signal to stop, or one of its hooks has failed."""
+
+    def __init__(self, stop: StopSignal, failed: FailedHooks) -> None:
+        self._stop, self._failed = stop, failed
+
+    def before_step(self, trainer: Training) -> None:
+        """Agree with the other ranks."""
+        watch.mark(trainer.step)
+        failed = self._failed.seen()
+        if self._stop.agreed(trainer.step, trainer.metrics.get("dt"), hook_failed=failed):
+            raise StopTraining
 
 
 class Log(Hook):
@@ -46,6 +63,7 @@ class Log(Hook):
     def after_step(self, trainer: Training) -> None:
         """Reduce the metrics over the ranks and pass them to the trackers."""
         state, train = trainer.state, trainer.cfg.train
+        trainer.run.step_done()
         if not (due(state.step, train.log_interval) or state.step in (1, train.max_iters)):
             return
         metrics = trainer.meter.line(state)
@@ -155,6 +173,17 @@ class Checkpoint(Hook):
                 if written >= 0
                 else f"the run is finished, but none of its checkpoints could be written{reason}"
             )
+
+
+class Profile(Hook):
+    """Tells the profiler where a step ends; the last hook of all."""
+
+    def __init__(self, profiler: Profiler) -> None:
+        self._profiler = profiler
+
+    def after_step(self, trainer: Training) -> None:
+        """End the step."""
+        self._profiler.step()
 
 
 class Bar(Hook):

@@ -15,7 +15,7 @@ from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.config.registry import part_of
 from wordrun.dist.collectives import all_max, all_sum
 from wordrun.train import resume
-from wordrun.train.training import Training, due
+from wordrun.train.training import Hook, Training, due
 
 # Per checkpoint: if other data has not helped so far, another attempt will not either.
 MAX_ROLLBACKS = 3
@@ -27,31 +27,44 @@ FIRST_SCALE = 2.0**16
 """That of torch's GradScaler."""
 
 
-def counts(trainer: Training, result: StepResult) -> bool:
-    """Return whether the step with this ``result`` counts; if not, it was skipped or undone. Every rank must call this.
+class Nonfinite(Hook):
+    """Handles steps with a non-finite loss or gradients as train.on_nonfinite says.
 
     On an accelerator, only steps that are logged, evaluated or saved are checked, because reading the result
     synchronizes with the device. The same holds for islands, which would wait for each other. With
     train.on_nonfinite=skip, every step is checked.
-
-    Raises:
-        UserError: the loss or the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have not
-            helped.
     """
+
+    def accepts_step(self, trainer: Training) -> bool:
+        """Return whether the step counts; if not, it was skipped or undone.
+
+        Raises:
+            UserError: the loss or the gradients are non-finite, and train.on_nonfinite=stop, or the other choices have
+                not helped.
+        """
+        if not _is_checked(trainer) or is_finite(trainer, trainer.result):
+            return True
+        _skip_or_roll_back(trainer, _explained(trainer, trainer.result))
+        return False
+
+
+def _is_checked(trainer: Training) -> bool:
+    """Return whether the step is checked, the same on all ranks."""
     train, step = trainer.cfg.train, trainer.step + 1
-    intervals = (
-        train.log_interval,
-        train.checkpoint_interval,
-        train.memory_checkpoint_interval,
-        train.eval_interval,
-    )
+    intervals = (train.log_interval, train.eval_interval, *train.save_intervals)
     on_cpu, independent = trainer.backend.device.type == "cpu", trainer.cfg.backend.independent
     always = (on_cpu and not independent) or train.on_nonfinite == "skip"
     checked = always or step in (1, train.max_iters) or any(due(step, interval) for interval in intervals)
-    expected = any(hook.expects_divergence for hook in trainer.hooks.values())
-    if not checked or expected or is_finite(trainer, result):
-        return True
-    found = _explained(trainer, result)
+    return checked and not any(hook.expects_divergence for hook in trainer.hooks.values())
+
+
+def _skip_or_roll_back(trainer: Training, found: _Found) -> None:
+    """Skip the step, or return to a checkpoint; every rank must call this.
+
+    Raises:
+        UserError: train.on_nonfinite does not allow it, or it has not helped.
+    """
+    train = trainer.cfg.train
     if train.on_nonfinite == "skip":
         trainer.state.skip_step()
         if trainer.state.skipped > MAX_SKIPPED:
@@ -65,7 +78,6 @@ def counts(trainer: Training, result: StepResult) -> bool:
     else:
         others = "" if found.is_first else ", or use train.on_nonfinite=skip or rollback"
         raise UserError(f"{found.problem}: {found.remedy}{others}", page="checkpoints.md#non-finite-gradients")
-    return False
 
 
 def is_finite(trainer: Training, result: StepResult) -> bool:
