@@ -73,7 +73,6 @@ class FSDPBackend(NativeBackend):
         return Context(axes.get_group("cp"), kind, compiled=spec.cfg.train.compile is not False)
 
     def micro_step(self, batch: Any, *, last: bool) -> Tensor:
-        """Return the mean loss of ``batch``."""
         (model,) = self.parts
         if isinstance(model, FSDPModule):
             if not self.options.reshard_after_forward:
@@ -83,7 +82,6 @@ class FSDPBackend(NativeBackend):
         return self.forward_losses(batch).mean()
 
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:
-        """Return the loss of each example of ``batch``, (B,), and append the model's outputs to ``outputs``."""
         losses = super().losses(batch, outputs)
         if self.context is None:
             return losses
@@ -116,7 +114,6 @@ class FSDPBackend(NativeBackend):
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def total_norm(self) -> Tensor:
-        """Return the gradient norm of the full model."""
         return total_norm(self.gradients(), self.mesh, self.device, self.experts_mesh)
 
     def holders(self) -> Any:
@@ -130,7 +127,6 @@ class FSDPBackend(NativeBackend):
         return dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
 
     def buffer_groups(self) -> list[Any]:
-        """Return the process groups whose ranks hold the same buffers."""
         return [self.mesh.get_group(axis) for axis in ("replicate", "shard", "tp") if self.mesh[axis].size() > 1]
 
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:

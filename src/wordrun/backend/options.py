@@ -121,11 +121,9 @@ class DDPConfig(BackendConfig):
 
     @property
     def one_micro_step(self) -> bool:
-        """Whether a step must have one micro-step."""
         return self.static_graph
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("backend", self, "bucket_cap_mb")
         yield from one_of("backend.compress", self.compress, ["none", "bf16"])
         if self.find_unused_parameters and self.static_graph:
@@ -189,7 +187,6 @@ class FSDPConfig(BackendConfig):
             )
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
         if self.cp_attention == "ring":
             yield "backend.cp_attention=ring was removed: use auto, that is heads if their number allows it, or gather"
@@ -199,12 +196,10 @@ class FSDPConfig(BackendConfig):
         yield from positive("backend", self, "ep")
 
     def axes(self) -> dict[str, int | None]:
-        """Return the requested size of each axis of the layout."""
         return {"replicate": self.replicate, "shard": self.shard, "cp": self.cp, "tp": self.tp}
 
     @property
     def experts_over(self) -> int:
-        """Number of ranks among which the experts of a mixture are divided."""
         return self.ep
 
 
@@ -240,13 +235,11 @@ class PPConfig(FSDPConfig):
     """Number of micro-batches per micro-step; null: one per rank of the pipeline if possible."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from one_of("backend.schedule", self.schedule, SCHEDULES)
         yield from positive("backend", self, "stages_per_rank", "microbatches")
 
     def axes(self) -> dict[str, int | None]:
-        """Return the requested size of each axis of the layout."""
         return {"pp": self.pp, **super().axes()}
 
     @property

@@ -112,13 +112,11 @@ class PipelineBackend(FSDPBackend):
         weight_like: Mapping[str, Tensor] | None = None,
         fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:
-        """Read this rank's shards and its ``rank_tensors``."""
         mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
         self._copy_tied_weight()
         return mine
 
     def exchange(self, weights: Mapping[str, Tensor]) -> None:
-        """Exchange the values of ``weights`` and of the model's weights with these names."""
         super().exchange(weights)
         self._copy_tied_weight()
 
@@ -175,7 +173,6 @@ class PipelineBackend(FSDPBackend):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits at the last of ``tokens``, (B, V)."""
         shape, padded = (len(tokens), self.parts[0].padded_vocab_size), self.padded(tokens)
         every = {**self.parts[0].in_every_stage(padded), "at": tokens.shape[1] - 1}
         return self._forward(padded, shape, lambda part, x: part(x, **every), every)

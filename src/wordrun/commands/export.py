@@ -60,7 +60,6 @@ class ExportConfig(Section):
     memory."""
 
     def problems(self) -> Iterable[str]:
-        """Return a message for each invalid option."""
         yield from one_of("dtype", self.dtype, [dtype for dtype in DTYPES if dtype != "auto"])
         yield from one_of("form", self.form, ["huggingface", "checkpoint", "peft"])
         yield from above_zero("", self, "shard_gb")

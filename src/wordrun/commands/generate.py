@@ -75,7 +75,6 @@ class GenerateConfig(Section):
     full speed, else fp32)."""
 
     def problems(self) -> Iterable[str]:
-        """Return a message for each invalid option."""
         yield from not_negative("", self, "length")
         yield from positive("", self, "num_samples", "slide")
         yield from one_of("device", self.device, ["auto", "cpu", "cuda", "xpu"])

@@ -40,7 +40,6 @@ class LsConfig(Section):
     """Number of runs to show: those that wrote last."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with these options."""
         return list(positive("", self, "last"))
 
 

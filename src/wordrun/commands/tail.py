@@ -32,7 +32,6 @@ class TailConfig(Section):
     """Number of lines to begin with."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with these options."""
         return list(not_negative("", self, "lines"))
 
 

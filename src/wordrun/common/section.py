@@ -53,11 +53,11 @@ class Section(Freezable):
     """A section of the config."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone, a message each."""
+        """Return what is wrong with these options by themselves: a message for each problem, which names a remedy."""
         return []
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg``, the complete Config, contradict these, a message each."""
+        """Return where other options in ``cfg``, the complete Config, contradict these: a message for each conflict."""
         return []
 
 

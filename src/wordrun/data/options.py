@@ -26,7 +26,6 @@ class DataConfig(Section):
     """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return not_negative("data", self, "prefetch")
 
 
@@ -88,7 +87,6 @@ class TextConfig(DataConfig):
     (false: one)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.kind == "pairs":
@@ -173,7 +171,6 @@ class ImageFolderConfig(ImagesConfig):
     """Threads per rank that decode images."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("data", self, "size", "threads")
         if not self.path:
@@ -200,5 +197,4 @@ class FakeImagesConfig(ImagesConfig):
     """Training images; there are a tenth as many for validation."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *positive("data", self, "size", "channels", "classes", "examples")]

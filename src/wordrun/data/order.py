@@ -121,7 +121,6 @@ class Sequences(Order):
             )
 
     def fill(self, first: int, batch: Batch) -> None:
-        """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
         starts = self.starts(first, len(batch.tokens))
         if self.align is not None:
             starts = self._aligned(starts, self.align)
@@ -163,7 +162,6 @@ class PairOrder(Order):
         self.block_size, self.per_epoch = rows.block_size, len(rows)
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
-        """Return an uninitialized batch of ``size`` sequences."""
         return self.rows.empty(size, pinned=pinned)
 
     def fill(self, first: int, batch: Batch) -> None:
@@ -215,7 +213,6 @@ class Mix(Order):
         return number, period * int(self.counts[number]) + int(before[at])
 
     def fill(self, first: int, batch: Batch) -> None:
-        """Overwrite ``batch`` with the run's sequences starting at index ``first``."""
         for row in range(len(batch.tokens)):
             number, index = self.locate(first + row)
             self.orders[number].fill(index, Batch(batch.tokens[row : row + 1], batch.targets[row : row + 1]))

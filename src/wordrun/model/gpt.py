@@ -79,11 +79,9 @@ class GPT(Transformer):
         self.positions = nn.Embedding(self.cfg.block_size, self.cfg.n_embd)
 
     def new_block(self) -> Block:
-        """Return a block."""
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MLP(self.cfg))
 
     def new_norm(self) -> nn.Module:
-        """Return a norm."""
         return LayerNorm(self.cfg.n_embd, bias=self.cfg.bias)
 
     def embed(
@@ -98,7 +96,6 @@ class GPT(Transformer):
         return self.drop(self.tokens(tokens) + self.positions(positions))  # type: ignore[no-any-return]
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how tensor-parallel ranks shard the matrices."""
         from torch.distributed.tensor import Replicate, Shard, parallel as tp
 
         return {

@@ -174,15 +174,12 @@ class Llama(Transformer):
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer shares its weights with the token embedding."""
         return self.cfg.tie
 
     def new_block(self) -> Block:
-        """Return a block."""
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MLP(self.cfg))
 
     def new_norm(self) -> nn.Module:
-        """Return a norm."""
         return new_norm(self.cfg, self.cfg.n_embd)
 
     def embed(

@@ -82,7 +82,6 @@ class Modern(llama.Llama):
         self.ngrams = nn.ModuleList(nn.Embedding(rows, self.cfg.n_embd) for rows in self.cfg.ngram_rows)
 
     def new_block(self) -> Block:
-        """Return a block."""
         mlp = llama.MLP(self.cfg) if self.cfg.mlp == "swiglu" else MLP(self.cfg)
         return Block(self.new_norm(), llama.Attention(self.cfg), self.new_norm(), mlp)
 

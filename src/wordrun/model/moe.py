@@ -240,7 +240,6 @@ class MixtureOfExperts(Llama):
     """How many tokens each expert got in the last step, on all ranks, (blocks, E)."""
 
     def new_block(self) -> Block:
-        """Return a block."""
         if "shared_state" not in vars(self):
             self.shared_state = SharedState()
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.shared_state))

@@ -27,7 +27,6 @@ class ModelConfig(Section):
     """Examples (of text: sequences) per rank and micro-step."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return positive("model", self, "batch_size")
 
     def tensor_parallel_options(self) -> list[str]:
@@ -64,7 +63,6 @@ class TextModelConfig(ModelConfig):
     """Sequence length in tokens (context length)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *positive("model", self, "block_size")]
 
 
@@ -104,7 +102,6 @@ class TransformerConfig(TextModelConfig):
     size."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("model", self, "n_layer", "n_head", "n_embd", "vocab_size")
         if self.n_layer > MOST_LAYERS:  # its memory is summed layer by layer
@@ -156,7 +153,6 @@ class TransformerConfig(TextModelConfig):
         return [self.block_size] * self.n_layer
 
     def tensor_parallel_options(self) -> list[str]:
-        """Return the options whose values backend.tp must divide."""
         return ["n_head", "n_embd", "block_size", "vocab_size"]
 
     def active_fraction(self) -> float:
@@ -186,7 +182,6 @@ class GPTConfig(TransformerConfig):
     """GELU approximation in the MLP: none (exact) or tanh (as in GPT-2)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *one_of("model.gelu", self.gelu, ["none", "tanh"])]
 
 
@@ -233,7 +228,6 @@ class LlamaConfig(TransformerConfig):
         return 8 * round(self.n_hidden * width / self.n_embd / 8)
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor", "window")
         yield from above_zero("model", self, "rope_theta", "norm_eps")
@@ -264,19 +258,15 @@ class LlamaConfig(TransformerConfig):
             )
 
     def key_heads(self) -> int:
-        """Return the number of heads of keys and values."""
         return self.n_kv_head or self.n_head
 
     def tensor_parallel_options(self) -> list[str]:
-        """Return the options whose values backend.tp must divide."""
         return [*super().tensor_parallel_options(), "n_kv_head", "n_hidden"]
 
     def head_ratio(self) -> float:
-        """Return the size of an attention head relative to that at ``base_width``."""
         return 1.0 if self.head_size and self.mup_base_head_size is None else super().head_ratio()
 
     def attention_width(self) -> int:
-        """Return the number of elements of all query heads together."""
         return self.n_head * self.head_size if self.head_size else self.n_embd
 
     def local_layers(self) -> list[int]:
@@ -285,7 +275,6 @@ class LlamaConfig(TransformerConfig):
         return [layer for layer in range(self.n_layer) if self.window and (layer + 1) % every]
 
     def attention_spans(self) -> list[int]:
-        """Return the largest number of tokens to which a token attends in each block."""
         local = set(self.local_layers())
         shorter = min(self.window or self.block_size, self.block_size)
         return [shorter if layer in local else self.block_size for layer in range(self.n_layer)]
@@ -324,7 +313,6 @@ class MoEConfig(LlamaConfig):
     the loss; 0: none."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("model", self, "n_experts", "n_active")
         yield from not_negative("model", self, "n_shared", "balance_rate", "balance_loss")
@@ -343,7 +331,6 @@ class MoEConfig(LlamaConfig):
             yield "model.mup=true does not cover a mixture of experts: use model.mup=false, or a model without experts"
 
     def active_fraction(self) -> float:
-        """Return the fraction of its experts that a token uses."""
         return self.n_active / self.n_experts
 
 
@@ -404,7 +391,6 @@ class ModernConfig(LlamaConfig):
         return None if self.n_hidden == 4 * self.n_embd else super().hidden_at(width)
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("model", self, "depth")
         yield from not_negative("model", self, "softcap")
@@ -440,11 +426,9 @@ class ModernConfig(LlamaConfig):
         return self.depth is not None and self.depth > 0
 
     def layers_with_values(self) -> set[int]:
-        """Return the numbers of the blocks with value embeddings."""
         return {layer % self.n_layer for layer in self.value_layers}
 
     def one_block(self) -> TransformerConfig:
-        """Return the options of a model with one of the blocks, with value embeddings if any block has them."""
         return replace(self, n_layer=1, value_layers=[0] if self.value_layers else [])
 
 
@@ -466,7 +450,6 @@ class ConvNetConfig(ModelConfig):
     """Normalization after each convolution: none, batch, or sync (over the batches of all ranks)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("model", self, "channels", "hidden")
         yield from one_of("model.norm", self.norm, ["none", "batch", "sync"])
@@ -492,7 +475,6 @@ class ResNetConfig(ModelConfig):
     images of fewer than 64 pixels)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         if self.depth not in (18, 34, 50, 101, 152):
             yield f"model.depth={self.depth} should be 18, 34, 50, 101 or 152"

@@ -62,7 +62,6 @@ class PlainModel(Model):
                 setattr(self.get_submodule(owner), attribute, values[name].to(device))
 
     def tie(self) -> None:
-        """Tie shared parameters again."""
         for first, *others in self._names.values():
             for name in others:
                 owner, _, attribute = name.rpartition(".")

@@ -32,7 +32,6 @@ class WandbConfig(TrackerConfig):
     """Seconds to wait for the server before recording offline (mode=auto)."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from one_of("tracker.wandb.mode", self.mode, ["auto", "online", "offline"])
         yield from not_negative("tracker.wandb", self, "probe_s")
 
@@ -45,7 +44,6 @@ class TensorBoardConfig(TrackerConfig):
     """Maximum number of seconds until logged values are written to the file."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from not_negative("tracker.tensorboard", self, "flush_s")
 
 

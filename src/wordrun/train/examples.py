@@ -59,32 +59,26 @@ class ExamplesTask(Task):
         return open_in_turn(cfg, world)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
-        """Return this rank's training batches, ``gas`` micro-batches for each step."""
         cfg = self.cfg
         # Examples that draw from the process's random generators are not read beside the steps, which draw from them.
         prefetch = 0 if self.data.draws else cfg.data.prefetch
         return Loader(self.order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
     def validation_set(self, count: int | None) -> FixedExamples:
-        """Return this rank's share of ``count`` validation examples (None: all)."""
         return FixedExamples(self.val, self.cfg.model.batch_size, count, self.dp_rank, self.layout.dp)
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of run.json about the data and the model."""
         counts = {"train_examples": len(self.data.train), "val_examples": len(self.data.val)}
         data = {"origin": self.data.origin, "banner": self.banner, **self.arguments, **counts}
         return {"data": data, "parameters": self.meta_model.num_parameters()}
 
     def fixed(self) -> dict[str, Any]:
-        """Return what a resumed run must share with its checkpoint, besides options."""
         return {"the number of training examples": len(self.data.train), "the data's shape": self.arguments}
 
     def manifest(self, position: int) -> dict[str, Any]:
-        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
         return {"model_arguments": self.arguments}
 
     def announce(self, examples: int) -> None:
-        """Log which data the run trains on, and how many epochs ``examples`` are."""
         train, val = len(self.data.train), len(self.data.val)
         LOGGER.info(
             "data %s: %s%s training and %s validation examples; %.2f epochs",

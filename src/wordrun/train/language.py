@@ -109,7 +109,6 @@ class LanguageTask(Task):
 
     @classmethod
     def check_source(cls, source: str) -> None:
-        """Check that train.init_from=``source`` exists, before the data are read; one rank calls this."""
         if source.startswith("hf:"):
             pretrained.fetch(source.removeprefix("hf:"))
         else:
@@ -192,7 +191,6 @@ class LanguageTask(Task):
         return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
-        """Return this rank's training batches, ``gas`` micro-batches for each step."""
         size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
         return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
@@ -309,7 +307,6 @@ class LanguageTask(Task):
         return text[: begin + ends[0] if len(ends) else None]
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of run.json about the data and the model."""
         corpus, active = self.corpus, self.meta_model.num_active_parameters()
         return {
             "data": {
@@ -324,17 +321,14 @@ class LanguageTask(Task):
         }
 
     def fixed(self) -> dict[str, Any]:
-        """Return what a resumed run must share with its checkpoint, besides options."""
         base = {"the base model's weights (train.init_from)": self.base["digest"]} if self.base else {}
         return {"the vocabulary": self.vocab_size, "the number of training tokens": len(self.corpus.train), **base}
 
     def manifest(self, position: int) -> dict[str, Any]:
-        """Return the task's entries for a checkpoint's manifest after ``position`` examples."""
         base = {"base": self.base} if self.base else {}
         return {"tokens": position * self.tokens_per_example, "vocab_size": self.vocab_size, **base}
 
     def announce(self, examples: int) -> None:
-        """Log which data the run trains on, and how many epochs ``examples`` are."""
         corpus, epochs = self.corpus, examples / self.sequences.per_epoch
         LOGGER.info(
             "data %s: %s; %s training and %s validation tokens, vocabulary %d; %.2f epochs of sequences of %d tokens",

@@ -40,7 +40,6 @@ class LinearScheduleConfig(ScheduleConfig):
     """Fraction of the steps after the warm-up in which the learning rate decays, instead of decay_iters."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("schedule", self, "decay_iters")
         if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
             yield f"schedule.decay_fraction={self.decay_fraction} should be above 0 and at most 1"
@@ -189,7 +188,6 @@ class TrainConfig(Section):
         return ["wordrun.checkpoint.memory.hook:MemoryCheckpoint"] if self.memory_checkpoint_interval else []
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
         yield from positive("train", self, "keep_checkpoints")
         yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
@@ -271,7 +269,6 @@ class TopKConfig(MetricConfig):
     """How many of the likeliest count."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return positive("metrics.top5", self, "k")
 
 
@@ -285,7 +282,6 @@ class ProfilerConfig(Section):
     """Ranks to profile; each writes its own files under profile/ in the run directory."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         if min(self.ranks, default=0) < 0:
             yield f"profiler.ranks={self.ranks} should not be negative"
 
@@ -300,7 +296,6 @@ class PyinstrumentConfig(ProfilerConfig):
     """Sampling interval in seconds."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *above_zero("profiler", self, "interval_s")]
 
 
@@ -316,7 +311,6 @@ class ScheduledProfilerConfig(ProfilerConfig):
     """Number of steps to record."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from not_negative("profiler", self, "wait", "warmup")
         yield from positive("profiler", self, "active")
@@ -348,7 +342,6 @@ class SpansProfilerConfig(ProfilerConfig):
     """Number of steps to record."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *positive("profiler", self, "wait", "active")]
 
 
@@ -364,5 +357,4 @@ class MemoryProfilerConfig(ScheduledProfilerConfig):
     """On CPUs: number of operations in the table."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *positive("profiler", self, "entries", "rows")]

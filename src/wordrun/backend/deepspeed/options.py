@@ -40,7 +40,6 @@ class DeepSpeedConfig(BackendConfig):
     """A ds_config file (JSON) with further settings; a file that contradicts the run's options is rejected."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("backend", self, "bucket_elements")
         yield from not_negative("backend", self, "keep_below")
         if not 0 <= self.stage <= 3:
@@ -51,7 +50,6 @@ class DeepSpeedConfig(BackendConfig):
             yield f"backend.offload_params=true needs sharded parameters: use backend.stage=3, not {self.stage}"
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         if cfg.lora_rank:
             yield (
                 f"model.lora_rank={cfg.lora_rank} does not work with DeepSpeed, whose checkpoints hold all "

@@ -144,7 +144,6 @@ class Islands(NativeBackend):
             return super().logits(tokens)
 
     def facts(self) -> dict[str, Any]:
-        """Return what ``load`` needs besides the files."""
         return {**super().facts(), "islands": self.islands, "between": bool(self.stale), "steps": self.steps}
 
     def shards_to_write(self, weight_like: Mapping[str, Tensor]) -> shards.RankShards:

@@ -44,7 +44,6 @@ class DilocoConfig(BackendConfig):
         return self.inner.upper() == "DDP"
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("backend", self, "islands", "sync_every", "fragments")
         yield from above_zero("backend", self, "outer_lr")
         yield from fractions("backend", self, "outer_momentum")
@@ -68,7 +67,6 @@ class DilocoConfig(BackendConfig):
             )
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         if cfg.train.on_nonfinite == "skip":
             yield (
                 "train.on_nonfinite=skip needs all ranks to agree on each step, and train.backend=diloco has islands "

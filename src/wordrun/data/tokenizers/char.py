@@ -79,7 +79,6 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer saved by ``to_json``."""
         return cls(json.loads(text)["characters"])
 
 
@@ -112,7 +111,6 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> ByteTokenizer:
-        """Return the tokenizer saved by ``to_json``."""
         return cls()
 
 

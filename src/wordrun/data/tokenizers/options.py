@@ -21,7 +21,6 @@ class TokenizerConfig(Section):
     """Name of the tokenizer; set by tokenizer=NAME."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         if self.built_from not in (*BUILT_FROM, ""):
             yield (
                 f"{type(self).__name__}.built_from={self.built_from!r} should be 'sample' (texts of the data), "
@@ -112,7 +111,6 @@ class BPETokenizerConfig(TokenizerConfig):
         return self.train_mb
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from positive("tokenizer", self, "train_mb")
         if self.vocab_size < 257:
@@ -129,7 +127,6 @@ class HFTokenizerConfig(TokenizerConfig):
     """Folder of the model, which contains tokenizer.json."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         if not self.path:
             yield "tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json"

@@ -69,7 +69,6 @@ class GPT2Tokenizer(Tokenizer):
         return cls(ranks)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the token ids of each text."""
         cached = ((text, self._cache.encode(text)) for text in texts)
         return [
             self._encoding.encode_to_numpy(text, disallowed_special=()) if ids is None else ids for text, ids in cached
@@ -87,7 +86,6 @@ class GPT2Tokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
-        """Return the tokenizer saved by ``to_json``."""
         words = json.loads(text)["ranks"]
         if words is None:
             return MissingGPT2Tokenizer()
@@ -228,7 +226,6 @@ class HFTokenizer(Tokenizer):
         return cls(content, _eot(content))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the token ids of each text."""
         found = [self._by_word(text) for text in texts]
         # array.array converts a list three times as fast as NumPy.
         others = self._ids([text for text, ids in zip(texts, found, strict=True) if ids is None])
@@ -247,7 +244,6 @@ class HFTokenizer(Tokenizer):
         return [encoding.ids for encoding in self._fast.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Ids) -> str:
-        """Return the text."""
         return str(self._fast.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
     def to_json(self) -> str:
@@ -256,7 +252,6 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> Any:
-        """Return the tokenizer saved by ``to_json``."""
         content = json.loads(text)
         return cls(json.dumps(content["tokenizer"]), content["eot"])
 

@@ -39,13 +39,11 @@ class EarlyStopConfig(HookConfig):
         return self.metric
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("hooks.early_stop", self, "patience")
         yield from not_negative("hooks.early_stop", self, "min_delta")
         yield from metric_of("hooks.early_stop.metric", self.metric, self.mode, "hooks.early_stop.mode")
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         if not cfg.train.eval_interval:
             yield "hooks=[early_stop] needs evaluations, but train.eval_interval=0: set it above 0"
 
@@ -62,11 +60,9 @@ class EMAConfig(HookConfig):
     """Also evaluate the averaged weights: ema_val_loss, and each metric as ema_val_NAME."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*fractions("hooks.ema", self, "decay"), *positive("hooks.ema", self, "interval")]
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         if cfg.backend.own_engine:
             yield (
                 "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded "
@@ -91,11 +87,9 @@ class StatisticsConfig(HookConfig):
     """Root mean square and largest absolute value of each block's output."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return positive("hooks.statistics", self, "interval")
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         if self.gradients and cfg.backend.own_engine:
             yield (
                 "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
@@ -119,7 +113,6 @@ class CoordinatesConfig(HookConfig):
     """Steps between measurements."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return positive("hooks.coordinates", self, "interval")
 
 
@@ -133,7 +126,6 @@ class SpikesConfig(HookConfig):
     """Score from which a step counts as a spike, which is logged."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from above_zero("hooks.spikes", self, "threshold")
         if self.window < 2:
             yield f"hooks.spikes.window={self.window} should be at least 2"
@@ -151,7 +143,6 @@ class LRRangeConfig(HookConfig):
     """Number of steps from the first to the last learning rate."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from above_zero("hooks.lr_range", self, "lowest", "highest")
         if self.lowest >= self.highest:
             yield f"hooks.lr_range.lowest={self.lowest:g} should be below hooks.lr_range.highest={self.highest:g}"
@@ -159,7 +150,6 @@ class LRRangeConfig(HookConfig):
             yield f"hooks.lr_range.steps={self.steps} should be at least 10"
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         for option, what in (("checkpoint_interval", "saved"), ("eval_interval", "evaluated")):
             if getattr(cfg.train, option):  # the hook's file sets 0, which an experiment overrides
                 yield (

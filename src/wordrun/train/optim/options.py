@@ -36,7 +36,6 @@ class OptimizerConfig(Section):
     """Gradient accumulation: micro-steps per optimizer step; null: 1, or as required by train.global_batch_size."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from positive("optimizer", self, "gas", "lr_decay_iters")
         yield from not_negative("optimizer", self, "warmup_iters", "grad_clip", "weight_decay", "min_lr")
         yield from above_zero("optimizer", self, "learning_rate")
@@ -70,7 +69,6 @@ class AdamWConfig(OptimizerConfig):
     """Decay rate of the running mean of the squared gradients."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
 
     def state_values(self, *, hidden: bool) -> tuple[int, int]:
@@ -78,7 +76,6 @@ class AdamWConfig(OptimizerConfig):
         return 2, 1
 
     def width_powers(self) -> tuple[float, float]:
-        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
         return -1.0, 0.0
 
 
@@ -94,7 +91,6 @@ class SGDConfig(OptimizerConfig):
     """Use Nesterov momentum."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from fractions("optimizer", self, "momentum")
         if self.nesterov and not self.momentum:
@@ -105,7 +101,6 @@ class SGDConfig(OptimizerConfig):
         return int(self.momentum != 0), 0
 
     def width_powers(self) -> tuple[float, float]:
-        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
         return 0.0, 1.0
 
 
@@ -125,7 +120,6 @@ class LionConfig(OptimizerConfig):
     """Decay rate of the running mean of the gradients."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         return [*super().problems(), *fractions("optimizer", self, "beta1", "beta2")]
 
     def state_values(self, *, hidden: bool) -> tuple[int, int]:
@@ -133,7 +127,6 @@ class LionConfig(OptimizerConfig):
         return 1, 0
 
     def width_powers(self) -> tuple[float, float]:
-        """Return the powers of the width in the learning rates of hidden matrices and of all other parameters."""
         return -1.0, 0.0
 
 
@@ -179,7 +172,6 @@ class MuonConfig(OptimizerConfig):
     """Decay only those weights of hidden matrices that the step moves towards 0."""
 
     def problems(self) -> Iterable[str]:
-        """Return what is wrong with these options alone."""
         yield from super().problems()
         yield from fractions("optimizer", self, "beta1", "beta2", "momentum", "momentum_start")
         yield from positive("optimizer", self, "ns_steps")
@@ -207,7 +199,6 @@ class MuonConfig(OptimizerConfig):
         return -0.5 if self.scale == "adamw" else 0.0, 0.0
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        """Return where the other options of ``cfg`` contradict these."""
         if cfg.backend.own_engine:
             yield (
                 "optimizer=muon needs whole matrices, but train.backend=deepspeed flattens and shards them inside its "
