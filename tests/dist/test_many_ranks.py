@@ -60,7 +60,8 @@ from wordrun.backend.stopwatch import Stopwatch
 from wordrun.checkpoint import index, shards, sums
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.grid import Box
-from wordrun.config.rules import accumulation, check
+from wordrun.config.rules import check
+from wordrun.train.options import accumulation
 from wordrun.data.batch import Batch
 from wordrun.dist import World
 from wordrun.model import meta_model

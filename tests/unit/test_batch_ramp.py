@@ -11,10 +11,11 @@ import torch
 
 import wordrun
 from wordrun.common.errors import ConfigError
-from wordrun.config.rules import accumulation, check
+from wordrun.config.rules import check
 from wordrun.data.loader import Loader
 from wordrun.data.order import Sequences
 from wordrun.track.jsonl import read
+from wordrun.train.options import accumulation
 
 RAMP = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "model.n_layer=1", "model.n_head=2",

@@ -24,13 +24,14 @@ from wordrun.common.errors import ConfigError, nearest
 from wordrun.config import schema as config
 from wordrun.config.compose import Tree, as_yaml, compose
 from wordrun.config.registry import KINDS, field_docs
-from wordrun.config.rules import accumulation, check
+from wordrun.config.rules import check
 from wordrun.config.schema import SECTIONS, SEVERAL, Config, schemas
 from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.options import BPETokenizerConfig, HFTokenizerConfig
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.track.options import TrackerConfig, WandbConfig
 from wordrun.train.optim.options import AdamWConfig, MuonConfig
+from wordrun.train.options import accumulation
 
 if TYPE_CHECKING:
     from conftest import Command

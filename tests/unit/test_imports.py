@@ -48,8 +48,6 @@ ATTACHED = ("wordrun.checkpoint.memory", "wordrun.launch.elastic")
 ENTRIES = {"wordrun.api", "wordrun.cli", "wordrun.__main__", "wordrun.launch.__main__"}
 # Imports that go up nevertheless.
 UPWARD = {
-    # The folder of the run that train.resume names becomes hydra.run.dir.
-    ("wordrun.config.compose", "wordrun.checkpoint.folder"),
     # A guardian imports what the command that it forks will import.
     ("wordrun.launch.elastic.program", "wordrun.commands.train"),
     # Not attached from outside yet.

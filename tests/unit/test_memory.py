@@ -16,7 +16,7 @@ import wordrun
 from wordrun.common import cgroup
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.compose import compose
-from wordrun.config.rules import accumulation, check
+from wordrun.config.rules import check
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
@@ -25,6 +25,7 @@ from wordrun.plan.fit import TOLERANCE, Fit, Room
 from wordrun.plan.shapes import shapes_of
 from wordrun.train import memory as checked
 from wordrun.train.memory import MemoryPlan
+from wordrun.train.options import accumulation
 
 if TYPE_CHECKING:
     from conftest import Command

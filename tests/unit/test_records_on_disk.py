@@ -18,6 +18,7 @@ from wordrun import cli
 from wordrun.checkpoint import folder as folders
 from wordrun.common.errors import UserError
 from wordrun.track import metrics_jsonl as metrics, run_json as records
+from wordrun.track.run_state import state_of
 from wordrun.train.trainer import Trainer
 from wordrun.train.training import Hook
 
@@ -89,7 +90,7 @@ def goes_on(whole: Path, small: Words, capfd: Say) -> Callable[[Path], str]:
         assert [loss for step, loss in losses(folder).items() if step > 6] == list(losses(whole).values())[6:]
         assert "Traceback" not in said.out + said.err
         record = records.load(folder)
-        assert record.state() == "finished"
+        assert state_of(record) == "finished"
         assert record.facts["steps"] == 9
         return said.out.partition("step 7/")[0]
 

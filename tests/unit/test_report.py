@@ -18,12 +18,13 @@ import pytest
 from wordrun.commands import ls, report, tail
 from wordrun.commands.report import ReportConfig, runs_in
 from wordrun.common.errors import UserError
-from wordrun.common.files import in_use
+from wordrun.common.run_dir import find, in_use
 from wordrun.config.arguments import parse
 from wordrun.track import metrics_jsonl
 from wordrun.track.plots import POINTS, draw, thin
 from wordrun.track.report import facts, page
-from wordrun.track.run_json import find, load
+from wordrun.track.run_json import load
+from wordrun.track.run_state import state_of
 
 CONFIG = "model: {name: nano, n_layer: 2}\ndata: {name: shakespeare}\ntrain: {backend: DDP, max_iters: 40, seed: 1}\n"
 
@@ -271,7 +272,7 @@ def test_ls_shows_states_and_figures(tmp_path: Path, capsys: pytest.CaptureFixtu
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert load(killed).state() == "running"
+        assert state_of(load(killed)) == "running"
         process.communicate(b"\n")
     assert not in_use(killed)
 

@@ -19,10 +19,10 @@ from wordrun.backend.options import INTERLEAVED, PPConfig
 from wordrun.backend.stopwatch import Stopwatch
 from wordrun.backend.tensors import full, local
 from wordrun.common.errors import ConfigError
-from wordrun.config.rules import accumulation
 from wordrun.dist import torch_private
 from wordrun.dist.mesh import blocks_of, owner_of
 from wordrun.model.transformer import Transformer
+from wordrun.train.options import accumulation
 
 
 class PipelineBackend(FSDPBackend):

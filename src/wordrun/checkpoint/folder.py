@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import stat
 import zlib
@@ -18,17 +17,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wordrun.checkpoint import sums
-from wordrun.common import files
+from wordrun.common import files, run_dir as run_dirs
 from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.run_dir import CHECKPOINT, CHECKPOINTS, MANIFEST
 
 FORMAT = 4
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-CHECKPOINTS = "checkpoints"
 SUFFIX = ".safetensors"
 # Bytes per checksum, so that large files are verified without loading them into memory.
 CHUNK = 2**26
-NAME = re.compile(r"step-(\d{8,})")
 FIELDS = {"step": int, "files": dict, "config": dict, "backend": dict}
 """What every manifest contains."""
 
@@ -138,12 +135,7 @@ def folder_name(step: int) -> str:
 
 def all_in(run_dir: Path) -> list[Folder]:
     """Return the checkpoints of a run, oldest first, without reading them."""
-    try:
-        names = os.listdir(run_dir / CHECKPOINTS)
-    except OSError:
-        return []
-    found = [(int(match[1]), name) for name in names if (match := NAME.fullmatch(name))]
-    return [Folder(run_dir / CHECKPOINTS / name, step) for step, name in sorted(found)]
+    return [Folder(path, step) for step, path in run_dirs.checkpoints_in(run_dir)]
 
 
 def locate(path: Path) -> tuple[Path, list[Folder]]:
@@ -155,24 +147,11 @@ def locate(path: Path) -> tuple[Path, list[Folder]]:
     Raises:
         ConfigError: there is no such folder, or no checkpoint in it.
     """
-    path = Path(os.path.expanduser(path))
-    if not path.is_dir():
-        remedy = f"name a run directory, or one of its {CHECKPOINTS}/step-..."
-        raise ConfigError(files.no_run_yet(path) or f"{path} is not a folder: {remedy}")
-    path = path.resolve()  # latest and best are links
-    match = NAME.fullmatch(path.name)
-    if match or (path / MANIFEST).exists():
-        step = int(match[1]) if match else Folder(path, 0).manifest()["step"]
-        return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent, [Folder(path, step)]
-    run_dir = path.parent if path.name == CHECKPOINTS else path
-    found = all_in(run_dir)
-    if not found:
-        raise ConfigError(
-            f"{run_dir} contains no checkpoint: it is not a run directory, or the run ended before its first save "
-            "(train.checkpoint_interval)",
-            page="checkpoints.md#resuming",
-        )
-    return run_dir, found
+    run_dir, named = run_dirs.locate(path)
+    if named is None:
+        return run_dir, all_in(run_dir)
+    match = CHECKPOINT.fullmatch(named.name)  # a copy may have another name
+    return run_dir, [Folder(named, int(match[1]) if match else Folder(named, 0).manifest()["step"])]
 
 
 def choose(run_dir: Path, which: str) -> list[Folder]:
@@ -284,7 +263,7 @@ def best_in(run_dir: Path) -> int | None:
     A copy that was made without links has a folder instead of the link.
     """
     best = run_dir / CHECKPOINTS / "best"
-    if match := NAME.fullmatch(os.path.basename(os.path.realpath(best))):
+    if match := CHECKPOINT.fullmatch(os.path.basename(os.path.realpath(best))):
         return int(match[1])
     try:
         return int(Folder(best, 0).manifest()["step"])

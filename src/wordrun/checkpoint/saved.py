@@ -16,6 +16,7 @@ from wordrun.checkpoint.folder import DamagedError, Folder
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.log import LOGGER
+from wordrun.common.run_dir import MANIFEST
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config, from_plain
 from wordrun.model import lora, mup, pretrained
@@ -144,7 +145,7 @@ class Saved:
                 if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
                     raise ValueError(f"{name} is missing, or does not have the shape {list(weight.shape)}")
         except Exception as error:  # the config may contain anything
-            where = f"{self.folder} is damaged: {folders.MANIFEST}"
+            where = f"{self.folder} is damaged: {MANIFEST}"
             raise DamagedError(f"{where}: its config does not match the weights: {first_line(error)}") from None
         return model
 
@@ -203,7 +204,7 @@ def _open(folder: Folder, check: bool) -> Saved:
     name = folders.TOKENIZER
     try:
         tokenizer = (folder.path / name).read_text(encoding="utf-8") if is_text else ""
-        name = folders.MANIFEST
+        name = MANIFEST
         config = from_plain(manifest["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder.path} is damaged: {name}: {first_line(error)}") from None

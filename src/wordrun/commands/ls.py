@@ -12,11 +12,13 @@ from typing import Any
 
 from wordrun.common.errors import ConfigError
 from wordrun.common.files import read_bytes
+from wordrun.common.run_dir import METRICS, find
 from wordrun.common.section import Section
 from wordrun.common.validation import positive
 from wordrun.config.arguments import run, with_first
 from wordrun.track.metrics_jsonl import parsed
-from wordrun.track.run_json import RunRecord, find, load
+from wordrun.track.run_json import RunRecord, load
+from wordrun.track.run_state import state_of
 
 USAGE = """\
 Show the runs below a folder, the most recently active one at the bottom.
@@ -72,7 +74,7 @@ def show(options: LsConfig) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("hosts", overflow="ellipsis", no_wrap=True)
     for record in shown:
-        state = record.state()
+        state = state_of(record)
         cells = row(record, metrics)
         name = str(record.path.relative_to(folder.resolve()))
         table.add_row(Text(name), Text(state, style=STYLES.get(state, "")), *map(Text, cells))
@@ -86,7 +88,7 @@ def row(record: RunRecord, metrics: Sequence[str] = ()) -> list[str]:
 
     After the losses follows, for each of ``metrics`` that is the run's train.best_metric, its best value.
     """
-    training, evaluation = last_lines(record.path / "metrics.jsonl")
+    training, evaluation = last_lines(record.path / METRICS)
     step = max(training.get("step", 0), evaluation.get("step", 0), record.facts.get("steps", 0))
     rates = ((training.get(name), unit) for name, unit in RATES)
     rate = next((f"{_number(rate)} {unit}" for rate, unit in rates if rate and isinstance(rate, int | float)), "")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wordrun.common.errors import ConfigError
+from wordrun.common.run_dir import find
 from wordrun.common.section import Section
 from wordrun.config.arguments import run, with_first
-from wordrun.track.run_json import find
 
 USAGE = """\
 Write a page with a run's curves, options and environment, or one that compares several runs.

@@ -12,6 +12,7 @@ from wordrun.common.section import Section
 from wordrun.common.validation import not_negative
 from wordrun.config.arguments import run, with_first
 from wordrun.track.run_json import load
+from wordrun.track.run_state import state_of
 
 USAGE = """\
 Show the end of a run's log, and what is added until the run ends. Ctrl-C stops following, not the run.
@@ -70,7 +71,7 @@ def _states(path: Path) -> Iterator[str]:
     """Yield a run's state repeatedly; after its end once more, since its last lines may have come in between."""
     state = "running"
     while state == "running":
-        state = load(path).state()
+        state = state_of(load(path))
         yield "running"
         if state == "running":
             time.sleep(POLL_S)

@@ -1,17 +1,11 @@
-"""Writes that are complete or have not happened, and readers that expect anything. Who uses a run directory."""
+"""Writes that are complete or have not happened, and readers that expect anything."""
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any
-
-LATEST = "outputs/latest"
-"""A link to the directory of the newest run in the working directory."""
-DIED = "died"
-"""``exit_reason`` in run.json of a run whose processes are gone without having said why."""
 
 
 def why(error: OSError) -> str:
@@ -23,13 +17,6 @@ def why(error: OSError) -> str:
 def absolute(path: str) -> Path:
     """Return ``path`` as an absolute path, with a leading ~ expanded."""
     return Path(os.path.expanduser(path)).absolute()
-
-
-def no_run_yet(path: Path) -> str:
-    """Return the message that ``path`` is the newest run's link and that there is no run yet; empty: it is another."""
-    if str(path) != LATEST or os.path.lexists(path):
-        return ""
-    return f"{path} does not exist: no run has been started in this folder"
 
 
 def read_proc(path: str) -> str:
@@ -121,21 +108,6 @@ def point(link: Path, target: Path | str) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(target)
     new.replace(link)
-
-
-def in_use(path: Path) -> bool:
-    """Return whether a process writes to the run directory ``path``, as far as its file system has locks."""
-    try:
-        file = (path / ".lock").open(encoding="utf-8")
-    except OSError:
-        return False
-    with file:
-        try:
-            # Shared: it conflicts with the run's own lock, and needs no permission to write.
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EAGAIN, errno.EACCES)
-    return False
 
 
 def _writer() -> str:

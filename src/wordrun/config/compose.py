@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import LOGGER
+from wordrun.common.run_dir import CHECKPOINTS, locate
 from wordrun.common.run_id import new_run_id
 from wordrun.config import project
 from wordrun.config.messages import REFUSALS, diagnose, name_of, option_names, unknown_option
@@ -81,17 +81,11 @@ def compose(
     for flag, folder in (("--config-dir", tree.extra_dir), ("--config-path", tree.path)):
         if folder and not os.path.isdir(folder):
             raise ConfigError(f"{flag} {folder} is not a folder")
-    if taken := [problem for folder in (project.here().conf, tree.extra_dir) for problem in _taken(folder)]:
-        raise ConfigError("\n".join(taken))
-    for conf in (project.here().conf, tree.extra_dir):
-        if conf and (root := Path(conf) / f"{tree.name}.yaml").is_file() and not tree.path:
-            LOGGER.warning(
-                "%s is not read, because wordrun's own %s is the root of the config: move its settings to "
-                "%s/experiment/NAME.yaml, and choose them with experiment=NAME",
-                root,
-                root.name,
-                conf,
-            )
+    folders = [Path(folder) for folder in (project.here().conf, tree.extra_dir) if folder]
+    project.check_config_files(folders, _own_parts)
+    for conf in () if tree.path else folders:
+        if ignored := project.ignored_root(conf, f"{tree.name}.yaml"):
+            LOGGER.warning("%s", ignored)
     for override in overrides:
         if (old := name_of(override)) in RENAMED:
             LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
@@ -124,14 +118,10 @@ def _problems_of(composed: DictConfig | None, ranks: int | None, per_node: int |
     return []
 
 
-def _taken(folder: str | Path | None) -> Iterator[str]:
-    """Yield a message for each file in the user's ``folder`` that one of wordrun's, or one of its parts, would hide."""
-    own = importlib.resources.files("wordrun.conf")
-    for file in sorted(Path(folder).glob("*/*.yaml")) if folder else ():
-        group, name = file.parent.name, file.stem
-        part = schemas(group).get(name) if group in SECTIONS else None
-        if own.joinpath(group, file.name).is_file() or (part and not part.origin):
-            yield f"{file}: {group}={name} is one of wordrun's own: rename the file"
+def _own_parts(group: str) -> Iterator[str]:
+    """Yield the names of wordrun's own parts in a config group; none if there is no such group."""
+    if group in SECTIONS:
+        yield from (name for name, part in schemas(group).items() if not part.origin)
 
 
 def renamed(override: str) -> str:
@@ -143,8 +133,6 @@ def renamed(override: str) -> str:
 
 def _run_to_continue(composed: DictConfig) -> str | None:
     """Return the directory of the run that train.resume points to, if any."""
-    from wordrun.checkpoint.folder import CHECKPOINTS, locate
-
     source = composed.train.resume
     if source in (None, "auto"):
         return None
@@ -154,11 +142,11 @@ def _run_to_continue(composed: DictConfig) -> str | None:
             "train.resume=auto for the newest checkpoint in hydra.run.dir"
         )
     try:
-        run_dir, found = locate(Path(source))
-    except UserError as error:
+        run_dir, checkpoint = locate(Path(source))
+    except ConfigError as error:
         raise ConfigError(f"train.resume={source}: {error}") from None
     # A checkpoint copied elsewhere belongs to no run and starts a new one.
-    return str(run_dir) if found[-1].path.parent == run_dir / CHECKPOINTS else None
+    return str(run_dir) if checkpoint is None or checkpoint.parent == run_dir / CHECKPOINTS else None
 
 
 def to_config(

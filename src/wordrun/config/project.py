@@ -1,14 +1,17 @@
-"""Where parts from outside wordrun come from: installed packages, and the project of the working directory.
+"""Where parts and config files from outside wordrun come from: installed packages, and the user's project.
 
 A project is a folder with ``wordrun.yaml``, or with the table ``[tool.wordrun]`` in ``pyproject.toml``: the working
-directory, or the nearest one above it. ``module`` in either names the module that registers the project's parts.
+directory, or the nearest one above it. ``module`` in either names the module that registers the project's parts. Its
+folder ``conf`` has the project's config files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -111,6 +114,38 @@ def _tables(file: Path, text: str) -> list[dict[str, Any]]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: {first_line(error)}") from None
     return [tool["wordrun"]] if "wordrun" in tool else []
+
+
+def check_config_files(folders: Iterable[Path], own_parts: Callable[[str], Iterable[str]]) -> None:
+    """Check that no config file of the user has the name of a file or a part of wordrun, which would hide it.
+
+    Args:
+        folders: the user's, with files GROUP/NAME.yaml.
+        own_parts: returns the names of wordrun's own parts in a config group.
+
+    Raises:
+        ConfigError: some have; the message names all of them.
+    """
+    own = importlib.resources.files("wordrun.conf")
+    taken = [
+        f"{file}: {file.parent.name}={file.stem} is one of wordrun's own: rename the file"
+        for folder in folders
+        for file in sorted(folder.glob("*/*.yaml"))
+        if own.joinpath(file.parent.name, file.name).is_file() or file.stem in own_parts(file.parent.name)
+    ]
+    if taken:
+        raise ConfigError("\n".join(taken))
+
+
+def ignored_root(conf: Path, name: str) -> str:
+    """Return a warning if the user's folder ``conf`` has a file with the name of wordrun's root file; else nothing."""
+    root = conf / name
+    if not root.is_file():
+        return ""
+    return (
+        f"{root} is not read, because wordrun's own {name} is the root of the config: move its settings to "
+        f"{conf}/experiment/NAME.yaml, and choose them with experiment=NAME"
+    )
 
 
 def modules() -> list[tuple[str, str]]:

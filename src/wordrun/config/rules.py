@@ -18,7 +18,7 @@ from wordrun.config.schema import Config
 from wordrun.data.options import TextConfig
 from wordrun.dist.mesh import Layout
 from wordrun.model.options import ModelConfig, MoEConfig, TransformerConfig
-from wordrun.train.options import DTYPES
+from wordrun.train.options import DTYPES, accumulation
 
 ALIGNED = 128
 """Accelerators multiply matrices faster if the vocabulary size is a multiple of this."""
@@ -59,20 +59,6 @@ def _ask(cfg: Config, method: str, *arguments: Any) -> Iterator[str]:
             if kind not in KINDS or not (part := part_of(kind, options)).origin:
                 raise
             yield str(PartError(f"{part}: {type(options).__name__}.{method} failed", error, type(options)))
-
-
-def accumulation(cfg: Config, dp: int, step: int | None = None) -> int:
-    """Return the number of micro-steps of an optimizer step for ``dp`` data-parallel ranks.
-
-    ``step`` counts from 0; None: after train.batch_ramp.
-    """
-    for until, sequences in cfg.train.ramp():
-        if step is not None and step < until:
-            return sequences // (cfg.model.batch_size * dp)
-    if cfg.train.global_batch_size is None:
-        suits = cfg.model.sequences_per_step() or 0
-        return cfg.optimizer.gas or max(1, round(suits / (cfg.model.batch_size * dp)))
-    return cfg.train.global_batch_size // (cfg.model.batch_size * dp)
 
 
 def require_transformer(cfg: Config, why: str) -> TransformerConfig:

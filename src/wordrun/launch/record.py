@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import REQUEUE, short_lines
-from wordrun.common.files import DIED, in_use, read_json, replace
+from wordrun.common.files import read_json, replace
+from wordrun.common.run_dir import DIED, RECORD, in_use
 from wordrun.common.version import __version__
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
@@ -132,7 +133,7 @@ def _close_run(run_dir: Path | None, end: str) -> None:
     Raises:
         OSError: the record cannot be written.
     """
-    file = run_dir / "run.json" if run_dir else None
+    file = run_dir / RECORD if run_dir else None
     if file is None or in_use(file.parent):
         return
     content = read_json(file)
@@ -157,7 +158,7 @@ def how_to_continue(plan: LaunchPlan, status: int) -> str:
         return saved if run_dir else f"{saved}; to continue{where}:\n{again}"
     if status == 0 or run_dir is None or not (run_dir / "checkpoints" / "latest").exists():
         return ""
-    content = read_json(run_dir / "run.json")
+    content = read_json(run_dir / RECORD)
     if str(content.get("exit_reason")).startswith("stopped by") or content.get("complete"):
         return ""  # the run has said it, or it failed after its last step
     return f"to continue from the last checkpoint{where}:\n{again}"

@@ -16,6 +16,7 @@ from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import Strategy
+from wordrun.train.options import accumulation
 
 AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""
@@ -69,7 +70,7 @@ class Estimator:
         layout = cfg.backend.layout(hardware.devices, hardware.per_node)
         if problems := list(rules.check_batch(cfg, layout.dp)):
             raise ConfigError("\n".join(problems))
-        self.sequences = cfg.model.batch_size * layout.dp * rules.accumulation(cfg, layout.dp)
+        self.sequences = cfg.model.batch_size * layout.dp * accumulation(cfg, layout.dp)
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """Return the estimate for ``strategy``.

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from wordrun.backend.options import FSDPConfig
 from wordrun.common.errors import ConfigError
-from wordrun.config.rules import accumulation, check
+from wordrun.config.rules import check
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
+from wordrun.train.options import accumulation
 
 TOLERANCE = 1.2
 """Factor by which an estimate may be too high or too low; tests compare it with measurements."""

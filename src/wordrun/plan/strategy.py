@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wordrun.backend.options import INTERLEAVED, BackendConfig, PPConfig
-from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
 from wordrun.plan.shapes import NoEstimateError
+from wordrun.train.options import accumulation
 
 FP32 = 4
 

@@ -14,7 +14,7 @@ import numpy as np
 from wordrun.commands.plan import vocabulary
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.config.compose import compose
-from wordrun.config.rules import accumulation, require_transformer
+from wordrun.config.rules import require_transformer
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.study import report
@@ -25,6 +25,7 @@ from wordrun.study.points import DONE, Point, Points, number, positive_numbers
 from wordrun.study.report import Row
 from wordrun.track import metrics_jsonl
 from wordrun.track.run_json import RunRecord
+from wordrun.train.options import accumulation
 
 DESCRIPTION = """\
 Train models of several sizes, each until it has used the same number of floating-point operations (FLOPs), and find the

@@ -20,8 +20,10 @@ from typing import IO, Any
 
 from wordrun.common import files
 from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.run_dir import RECORD
 from wordrun.track import metrics_jsonl
-from wordrun.track.run_json import RECORD, load
+from wordrun.track.run_json import load
+from wordrun.track.run_state import state_of
 
 DONE, FAILED, SUBMITTED, IMPOSSIBLE = "done", "failed", "submitted", "impossible"
 """The states of a study's rows. A point without a row has not been run; one that the options rule out never is."""
@@ -61,7 +63,7 @@ class Point:
         if not (self.dir / RECORD).exists():
             return "failed" if self.log.exists() else "new"
         record = load(self.dir)
-        state = record.state()
+        state = state_of(record)
         # A run that a hook has ended early, such as early_stop, is complete as well.
         complete = state == "failed" and record.launches and record.launches[-1].get("exit_status") == 0
         return "finished" if complete else state

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from wordrun.common.log import console
+from wordrun.common.run_dir import RECORD
 from wordrun.study.points import FAILED, Point, Points
 from wordrun.study.pool import Ended
-from wordrun.track.run_json import RECORD
 
 STYLES = {"failed": "red", "stopped": "yellow", "pruned": "yellow"}
 

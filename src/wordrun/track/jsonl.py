@@ -12,10 +12,11 @@ from typing import Any
 
 from wordrun.common import files
 from wordrun.common.log import LOGGER
+from wordrun.common.run_dir import METRICS
 from wordrun.track.base import RunInfo, Tracker
 from wordrun.track.metrics_jsonl import parsed
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
+SAMPLES = "samples.txt"
 
 
 class JsonlTracker(Tracker):

@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from wordrun.common.run_dir import METRICS
+
 LARGE = 2**53
 """Whole numbers from here on are no measurements, and may not fit in a column."""
 
@@ -92,7 +94,7 @@ class Metrics:
 def read(run_dir: Path) -> Metrics:
     """Return the metrics of a run; empty if it has none yet."""
     metrics = Metrics()
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     try:
         if path.is_file():  # opening a pipe would wait
             with path.open("rb") as file:

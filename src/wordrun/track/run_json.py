@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import ConfigError
-from wordrun.common.files import DIED, in_use, no_run_yet, read_json, why
+from wordrun.common.files import read_json
+from wordrun.common.run_dir import METRICS, RECORD, has_run, no_run_yet
 from wordrun.track.metrics_jsonl import evaluations
 
-RECORD = "run.json"
-METRICS = "metrics.jsonl"
-NO_REASON = ("", "running", DIED)
-"""What run.json says of a run that could not record why it ended."""
 PART = {
     "start": str,
     "end": str,
@@ -47,8 +42,6 @@ LAUNCH = {
     "site": str,
 }
 """The same for launch.json."""
-QUIET_S = 600
-"""A run on another machine that has written nothing for this time [s] is shown as silent."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +82,6 @@ class RunRecord:
             return recorded
         values = [value for _, value in evaluations(self.path, self.best_metric)]
         return (max if self.higher_is_better else min)(values, default=None)
-
-    def state(self) -> str:
-        """Return the state of the run: running, finished, stopped, failed, died, or silent.
-
-        died: ``launch`` has found that no process of it is left that could say why; or its record says running, and no
-        process on this machine, where it ran, holds its directory.
-        silent: the same on another machine, where nothing was written for a while.
-        """
-        reason = str(self.facts.get("exit_reason", ""))
-        if reason in ("finished", DIED):
-            return reason
-        if reason not in ("running", ""):
-            return "stopped" if reason.startswith("stopped") else "failed"
-        if in_use(self.path):
-            return "running"
-        if not reason:  # run.json is missing or broken
-            return "unknown"
-        if self.hosts == [socket.gethostname()]:
-            return DIED
-        return "silent" if time.time() - self.written > QUIET_S else "running"
 
 
 def load(path: Path) -> RunRecord:
@@ -157,37 +130,6 @@ def typed(content: object, kinds: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(kind, type | tuple) and isinstance(value, kind):
             found[name] = value
     return found
-
-
-def has_run(path: Path) -> bool:
-    """Return whether the folder ``path`` has a run: a checkpoint, its record or its metrics, readable or not."""
-    metrics = path / METRICS
-    return (
-        os.path.lexists(path / RECORD)
-        or any((path / "checkpoints").glob("step-*"))
-        or (os.path.isfile(metrics) and os.path.getsize(metrics) > 0)
-    )
-
-
-def gone(run_dir: Path) -> str:
-    """Return a message if the directory of the present run was removed or cannot be reached; empty: it is there."""
-    reason = ""
-    for name in (".lock", RECORD, METRICS):  # a user may remove one of them
-        try:
-            os.lstat(run_dir / name)
-            return ""
-        except OSError as error:
-            reason = why(error)
-    return f"the directory {run_dir} of this run was removed, moved or cut off ({reason}): the run ends"
-
-
-def find(folder: Path) -> Iterator[Path]:
-    """Yield the run directories at or below ``folder``; links are not followed."""
-    for root, folders, names in os.walk(folder):
-        if {RECORD, METRICS, "checkpoints"} & {*names, *folders} and has_run(Path(root)):
-            folders.clear()
-            yield Path(root)
-        folders.sort()
 
 
 def _stat(file: Path) -> os.stat_result | None:

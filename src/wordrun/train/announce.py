@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from wordrun.common.log import FIRST_RANK, LOG_FILE, LOGGER
-from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
 from wordrun.plan.shapes import ModelShapes
@@ -21,6 +20,7 @@ from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
 from wordrun.train.hints import relative, resume_command, unused
 from wordrun.train.metrics import device_name
+from wordrun.train.options import accumulation
 from wordrun.train.schedule import unfinished_warmup
 from wordrun.train.training import Training
 

@@ -15,10 +15,10 @@ from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import Draft, Folder
 from wordrun.common.errors import UserError, first_line
 from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.common.run_dir import CHECKPOINTS, gone
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.agreement import Agreement
-from wordrun.track.run_json import gone
 from wordrun.train.options import TrainConfig
 
 # How the errors of a disk begin, the operating system's and ours.
@@ -158,7 +158,7 @@ class Checkpoints(BackgroundSaves):
     def _tidy(self, step: int, best: bool) -> None:
         """Update the links and remove earlier checkpoints; the one of ``step`` is complete, whatever happens here."""
         name = folders.folder_name(step)
-        newest = Folder(self.run_dir / folders.CHECKPOINTS / name, step)
+        newest = Folder(self.run_dir / CHECKPOINTS / name, step)
         problems = folders.tidy(newest, self.train.keep_checkpoints, best=best)
         with contextlib.suppress(OSError):  # log.txt cannot be written: the main thread's next line says so
             for problem in problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from wordrun.common.section import Section, value_text
 from wordrun.common.validation import above_zero, metric_of, not_negative, one_of, positive
@@ -249,6 +250,26 @@ class TrainConfig(Section):
         """
         pairs = [entry.split(":") for entry in self.batch_ramp]
         return [(int(step), int(sequences)) for step, sequences in pairs]
+
+
+def accumulation(cfg: Any, dp: int, step: int | None = None) -> int:
+    """Return the number of micro-steps in an optimizer step on ``dp`` data-parallel ranks.
+
+    Args:
+        cfg: the complete Config.
+        dp: number of data-parallel ranks.
+        step: the optimizer step, counted from 0; None: any step after train.batch_ramp.
+    """
+    per_micro_step: int = cfg.model.batch_size * dp
+    for until, sequences in cfg.train.ramp():
+        if step is not None and step < until:
+            return int(sequences // per_micro_step)
+    if cfg.train.global_batch_size is not None:
+        return int(cfg.train.global_batch_size // per_micro_step)
+    if cfg.optimizer.gas:
+        return int(cfg.optimizer.gas)
+    suits: int = cfg.model.sequences_per_step() or 0
+    return max(1, round(suits / per_micro_step))
 
 
 @dataclass

@@ -18,13 +18,13 @@ from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder, LostError
 from wordrun.common import slurm
 from wordrun.common.errors import ConfigError, UserError, first_line
-from wordrun.common.files import in_use
 from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.common.run_dir import has_run, in_use
 from wordrun.common.section import value_text
 from wordrun.config.schema import RENAMED, Config, to_plain
 from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
-from wordrun.track.run_json import has_run, read as read_record
+from wordrun.track.run_json import read as read_record
 from wordrun.train import rng
 from wordrun.train.run import Elsewhere, Start, recorded
 from wordrun.train.training import CheckpointHook, Training

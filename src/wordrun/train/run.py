@@ -21,6 +21,7 @@ from wordrun.checkpoint.folder import Folder
 from wordrun.common import files
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.log import LOGGER
+from wordrun.common.run_dir import METRICS, RECORD, gone, has_run
 from wordrun.common.validation import higher_is_better
 from wordrun.config.compose import as_yaml
 from wordrun.config.schema import Config
@@ -29,7 +30,7 @@ from wordrun.track.base import RunInfo, Tracker, build
 from wordrun.track.jsonl import between, copy_until, finite, forget_steps
 from wordrun.track.metrics_jsonl import read
 from wordrun.track.report import page
-from wordrun.track.run_json import KINDS, METRICS, RECORD, gone, has_run, read as read_record, typed
+from wordrun.track.run_json import KINDS, read as read_record, typed
 from wordrun.train.provenance import commits, versions
 
 # A run that was killed a moment ago may still be exiting when it is resumed.

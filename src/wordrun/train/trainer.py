@@ -13,12 +13,11 @@ from wordrun import backend, dist
 from wordrun.common import ends, lazy, log
 from wordrun.common.errors import UserError, first_line
 from wordrun.common.log import LOGGER
+from wordrun.common.run_dir import gone
 from wordrun.config.registry import part_of
-from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.hang import watch
-from wordrun.track.run_json import gone
 from wordrun.train import hook_checks, profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
@@ -29,6 +28,7 @@ from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.nonfinite import Nonfinite, is_finite
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Profile, StopTogether
 from wordrun.train.metrics import Meter
+from wordrun.train.options import accumulation
 from wordrun.train.run import Run
 from wordrun.train.schedule import learning_rate
 from wordrun.train.settle import settle

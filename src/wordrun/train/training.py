@@ -15,7 +15,6 @@ from wordrun.backend.base import Backend, StepResult
 from wordrun.backend.native import NativeBackend
 from wordrun.common.errors import ConfigError, PartError, UserError
 from wordrun.common.log import LOGGER, LogHandle
-from wordrun.config.rules import accumulation
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
@@ -23,6 +22,7 @@ from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.hook_state import as_json
 from wordrun.train.memory import MemoryPlan
 from wordrun.train.metrics import Meter
+from wordrun.train.options import accumulation
 from wordrun.train.run import Run, Start
 from wordrun.train.schedule import checked_rate
 from wordrun.train.state import TrainState

@@ -24,10 +24,10 @@ from wordrun.backend.tensors import average
 from wordrun.backend.transforms import compile_options, prepare
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.common.errors import ConfigError, UserError, first_line
-from wordrun.config.rules import accumulation
 from wordrun.dist import World
 from wordrun.model.base import LossesOf, Model
 from wordrun.model.construction import materialize
+from wordrun.train.options import accumulation
 
 ENGINE = "engine"
 """The folder of DeepSpeed's files in a checkpoint."""

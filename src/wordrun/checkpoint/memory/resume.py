@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from wordrun import dist
-from wordrun.checkpoint.folder import MANIFEST, Folder, LostError, file_of
+from wordrun.checkpoint.folder import Folder, LostError, file_of
 from wordrun.checkpoint.index import INDEX
 from wordrun.checkpoint.memory.copies import MemoryCheckpoints
+from wordrun.common.run_dir import MANIFEST
 from wordrun.dist.collectives import gather_json
 
 

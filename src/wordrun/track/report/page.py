@@ -18,6 +18,7 @@ from wordrun.track.metrics_jsonl import Metrics
 from wordrun.track.plots import color_of, draw, overlay
 from wordrun.track.report import facts
 from wordrun.track.run_json import RunRecord, load
+from wordrun.track.run_state import state_of
 
 NAME = "report.html"
 WIDTH = 90
@@ -53,7 +54,7 @@ def write(run_dir: Path, out: Path | None = None, *, plots: bool = False) -> lis
     """
     record = load(run_dir)
     metrics = run_metrics.read(record.path)
-    state = record.state()
+    state = state_of(record)
     notes = []
     if not record.facts:
         notes.append("run.json is missing or cannot be read, so that only the metrics are shown.")
@@ -121,7 +122,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
                 {
                     "name": record.path.name,
                     "path": record.path,
-                    "state": record.state(),
+                    "state": state_of(record),
                     "color": color_of(index) if index in drawn else None,
                     "options": [each[name] for name in differing],
                     "results": [figures[index][name] for name in results],
