@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from wordrun import dist
 from wordrun.common import ends, interrupts
 from wordrun.common.errors import UserError
-from wordrun.dist.setup import shared_store
+from wordrun.dist.rendezvous import shared_store
 
 if TYPE_CHECKING:
     import torch

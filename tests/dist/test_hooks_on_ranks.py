@@ -122,7 +122,7 @@ def test_a_hook_that_raises_on_one_rank_ends_all_and_is_named(ranks: Any, tmp_pa
     assert f"[rank 1] {message}run/failures/rank-1.txt" in done.stderr
     assert "Traceback" not in done.stderr
     assert "raise ValueError" in (tmp_path / "run/failures/rank-1.txt").read_text()
-    assert f"ERROR UserError: rank 1: {message}" in (tmp_path / "run/log.txt").read_text()
+    assert f"ERROR rank 1: {message}" in (tmp_path / "run/log.txt").read_text()
     saved = [each.step for each in folders.all_in(tmp_path / "run")]
     assert saved[-1] >= 4  # the ranks agree to stop a few steps later
     assert find(tmp_path / "run").step == saved[-1]

@@ -75,6 +75,28 @@ RANK_0 = {
 }  # fmt: skip
 
 
+LEAVES = """
+import sys
+import torch
+from wordrun import dist
+
+with dist.session(device="cpu") as world:
+    if world.rank == 1:
+        sys.exit("no more data") if sys.argv[1] == "text" else sys.exit(5)
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("number", 5), ("text", 1)])
+@pytest.mark.parametrize("under", ["fork", "mpiexec"])
+def test_a_rank_that_exits_ends_the_others(how: str, status: int, under: str, ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LEAVES)
+    done = ranks(2, "script.py", how, under=under)
+    assert done.returncode == status
+    assert ("[rank 1] no more data\n" in done.stderr) == (how == "text")
+    assert "Traceback" not in done.stderr
+
+
 def test_ranks_without_an_address_are_refused(command: Command) -> None:
     done = command(sys.executable, "-c", SETUP, **RANK_0)
     assert done.returncode == 2

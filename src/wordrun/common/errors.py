@@ -48,6 +48,10 @@ class WorldError(UserError):
     page = "dist.md#how-a-process-is-identified"
 
 
+class OtherRankError(UserError):
+    """The error of another rank, which that rank reports itself."""
+
+
 class PartError(UserError, RuntimeError):
     """The code of a part raised an exception, which is the cause; the message names the part."""
 

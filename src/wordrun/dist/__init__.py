@@ -11,12 +11,11 @@
 ``session`` is ``setup``, ``guard`` and ``cleanup`` in one. Importing this module imports neither torch nor mpi4py.
 """
 
+from wordrun.dist.failure import abort, guard
 from wordrun.dist.setup import (
-    abort,
     broadcast,
     cleanup,
     discover_or_exit,
-    guard,
     identify,
     monitored_barrier,
     session,

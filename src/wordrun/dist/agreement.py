@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wordrun.common.errors import WorldError
-from wordrun.dist.setup import shared_store
+from wordrun.dist.rendezvous import shared_store
 from wordrun.dist.world import World
 
 # Polls per second by all ranks together.

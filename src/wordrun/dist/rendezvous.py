@@ -25,8 +25,35 @@ MEETING = timedelta(seconds=300)
 FEW_FILES, OWN_FILES = 64, 512
 
 
-def open_store(world: World, timeout: timedelta) -> Any:
-    """Return the key-value store through which the ranks meet; rank 0 hosts it, and every rank must call this.
+_opened: Any = None
+"""The store of this process, from the first call of ``shared_store`` to ``close_store``."""
+
+
+def shared_store(world: World, timeout_s: int = 1800) -> Any:
+    """Return the key-value store of this job's ranks, which every rank must open; rank 0 hosts it.
+
+    Raises:
+        WorldError: the ranks cannot meet.
+    """
+    global _opened
+    if _opened is None:
+        _opened = _open_store(world, timedelta(seconds=timeout_s))
+    return _opened
+
+
+def opened_store() -> Any:
+    """Return what ``shared_store`` has opened; None: this rank has not met the others."""
+    return _opened
+
+
+def close_store() -> None:
+    """Leave the store; the next ``shared_store`` opens another one."""
+    global _opened
+    _opened = None
+
+
+def _open_store(world: World, timeout: timedelta) -> Any:
+    """Open the store, which all ranks of a job of several reach through a port of rank 0's host.
 
     Raises:
         WorldError: the ranks cannot meet.

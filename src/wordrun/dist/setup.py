@@ -1,41 +1,32 @@
-"""Join and leave the process group, and end the whole job on failure: ``setup``, ``cleanup``, ``guard``."""
+"""Join and leave the process group: ``setup``, ``cleanup``, and both in a ``with`` block, ``session``."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import itertools
 import os
 import random
-import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from wordrun.common import cgroup, slurm
-from wordrun.common.errors import UserError, WorldError, show, with_page
+from wordrun.common.errors import UserError, WorldError, show
 from wordrun.common.log import LOGGER
 from wordrun.dist import mpi, values
 from wordrun.dist.device import backend_of, choose_device
+from wordrun.dist.failure import guard
 from wordrun.dist.hang import watch
-from wordrun.dist.rendezvous import open_store
+from wordrun.dist.rendezvous import close_store, shared_store
 from wordrun.dist.world import World, discover
 
-# A rank that fails because another one did waits this long for the launcher to end it, then exits.
-SECONDARY_WAIT_S = 5.0
-# A guardian ends the other ranks within this time [s] after one was killed.
-GUARDIAN_S = 1.0
+# gloo's threads end a collective within this time.
 QUIET_S = 0.02
-# Time for mpiexec to read a traceback.
-OUTPUT_WAIT_S = 0.5
 # torch remembers this many collectives, of which a hang's report names the last ones; 2.8 remembers none by default.
 FLIGHT_RECORDS = "2000"
-# Disk errors, for which a traceback would not help.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass
@@ -43,7 +34,6 @@ class _Joined:
     """This process's state while it is part of a job."""
 
     world: World | None = None
-    store: Any = None
     users: int = 0
     owns_group: bool = False
 
@@ -68,13 +58,6 @@ def discover_or_exit() -> World:
         return discover()
     except UserError as error:  # the rank is not known yet
         raise SystemExit(show(error)) from None
-
-
-def shared_store(world: World, timeout_s: int = 1800) -> Any:
-    """Return the key-value store of this job's ranks, which every rank must open; rank 0 hosts it."""
-    if _joined.store is None:
-        _joined.store = open_store(world, timedelta(seconds=timeout_s))
-    return _joined.store
 
 
 def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
@@ -169,11 +152,14 @@ def session(
     with guard(world):
         world = setup(world, device=device, timeout_s=timeout_s, seed=seed)
         end_watch = watch.start_for_script(world, hang_s, timeout_s)
+        failed = True
         try:
             yield world
+            failed = False
         finally:
             end_watch()
-        cleanup()
+            if not failed or world.size == 1:  # after a failed collective, leaving the others can hang
+                cleanup()
 
 
 def seed_everything(seed: int) -> None:
@@ -184,78 +170,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def guard(world: World) -> Iterator[None]:
-    """End the entire job when this rank raises, and print its traceback once.
-
-    A ``UserError`` prints only its message and ends the job with its exit status; any other exception prints a
-    traceback, rank and host, and ends it with status 1. Ranks that fail as a consequence print nothing.
-    """
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            abort(world, error.code if isinstance(error.code, int) else 1)
-        raise
-    except KeyboardInterrupt:
-        abort(world, 130)
-    except UserError as error:
-        _report(world, with_page(error))
-        abort(world, error.exit_status)
-    except Exception as error:
-        message = f"failed on host {world.host}\n{traceback.format_exc().rstrip()}"
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            what = f"cannot write to {error.filename or 'the run directory'} on {world.host}: {error.strerror}"
-            message = (
-                f"{what}. What was written before is intact.\nmore: docs/checkpoints.md#when-checkpoints-are-written"
-            )
-        _report(world, message)
-        abort(world, 1)
-
-
-def abort(world: World, status: int) -> None:
-    """End this process and the entire job with ``status`` immediately."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if world.size == 1:
-        _leave()
-        sys.exit(status)
-    if mpi.in_use(world):
-        # On abort, mpiexec exits at once and drops output that it has not yet read from the ranks (seen with MPICH).
-        time.sleep(OUTPUT_WAIT_S)
-        with contextlib.suppress(WorldError):  # without an MPI library: the launcher ends the ranks when one has failed
-            mpi.communicator().Abort(status)
-    # Not sys.exit: destroying a process group after a failed collective can hang.
-    os._exit(status)
-
-
-def _report(world: World, message: str) -> None:
-    """Print ``message`` unless another rank has failed before this one."""
-    if world.size == 1:
-        print(message, file=sys.stderr, flush=True)
-        return
-    ending_s = 1.0
-    if "WORDRUN_GENERATION" in os.environ:
-        time.sleep(GUARDIAN_S)
-        ending_s = 6.0  # launch lets the other ranks end by themselves before it ends them
-    if _joined.store is None:
-        # Without a store, no rank knows who failed first. This early, all usually fail alike, so rank 0 reports.
-        time.sleep(ending_s if world.rank else 0.0)
-    else:
-        try:
-            _joined.store.set_timeout(timedelta(seconds=5))
-            first = _joined.store.add("wordrun/failures", 1) == 1
-        except Exception:  # rank 0 hosts the store, and died silently, or launch is about to end this rank
-            cause, first = message.partition("\nmore: ")[0].splitlines()[-1], True
-            message = f"lost contact with rank 0: {cause}\nmore: docs/jobs.md#what-happens-when"
-            time.sleep(ending_s)
-        if not first:
-            time.sleep(SECONDARY_WAIT_S)
-            return
-    sys.stderr.write(f"[rank {world.rank}] {message}\n")  # one write, so that other ranks' output cannot split it
-    sys.stderr.flush()
 
 
 def _join(world: World, device: str, timeout_s: int) -> None:
@@ -311,4 +225,5 @@ def _leave() -> None:
             # gloo's threads may hold a lock that destroying needs while they wait for the GIL to release a collective.
             time.sleep(QUIET_S)
             torch.distributed.destroy_process_group()
-    _joined.world, _joined.store, _joined.users = None, None, 0
+    _joined.world, _joined.users = None, 0
+    close_store()

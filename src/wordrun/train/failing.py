@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from wordrun import dist
 from wordrun.backend.unused import UnusedError
 from wordrun.common import ends
-from wordrun.common.errors import PartError, UserError, first_line, raise_all
+from wordrun.common.errors import OtherRankError, PartError, UserError, first_line, raise_all
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.common.section import value_text
 from wordrun.config.registry import KINDS, Part, part_of, parts
@@ -23,6 +22,7 @@ from wordrun.dist.collectives import first_text
 from wordrun.dist.hang import watch
 from wordrun.train import rng
 from wordrun.train.hints import relative
+from wordrun.train.options import TrainConfig
 from wordrun.train.run import note_failure
 from wordrun.train.training import Hook, Training
 
@@ -31,22 +31,68 @@ PATIENCE_S = 300.0
 PATIENCE_STEPS = 20
 # If computing the learning rate fails on all ranks, they all get here within this time, which their hooks may take.
 TOGETHER_S = 60.0
-# The other ranks wait this long at the end, so that the rank whose hook has failed reports it first.
-REPORT_S = 1.0
 COMMUNICATION = (*torch_private.COLLECTIVES, "wordrun.dist")
 """Modules whose errors are about other ranks, whatever code has called them."""
 
 
 @contextlib.contextmanager
-def noted(run_dir: str, rank: int, step: int = 0) -> Iterator[None]:
-    """Within the ``with`` block, write the traceback of a PartError to failures/, and name the file in the message."""
+def explained(trainer: Training, *, every: bool = False) -> Iterator[None]:
+    """Within the ``with`` block, which does a trainer's work, turn an error into what its user needs to know.
+
+    The traceback of an error in a part goes to failures/, as the message says; with ``every``, that of any error.
+
+    Raises:
+        UserError: the message names the option, the memory or the part that is the cause.
+        RuntimeError: sys.exit(0) was called.
+    """
     try:
-        yield
-    except PartError as error:
-        with contextlib.suppress(OSError):  # before the run's record begins, it may have no directory
-            Path(run_dir).mkdir(parents=True, exist_ok=True)
-        note(error, run_dir, rank, step)
-        raise
+        with ends.without_exit():
+            yield
+    except Exception as error:
+        found = explain(error, trainer)
+        run_dir = Path(trainer.cfg.run_dir)
+        if isinstance(found, PartError):
+            with contextlib.suppress(OSError):  # before the run's record begins, it may have no directory
+                run_dir.mkdir(parents=True, exist_ok=True)
+        if every or isinstance(found, PartError):
+            note(found, trainer)
+        if found is error:
+            raise
+        raise found from found.__cause__
+
+
+def explain(error: Exception, trainer: Training) -> Exception:
+    """Return what a user needs to know of an ``error`` in a trainer's work; ``error`` itself if it says so.
+
+    In this order: an option that causes an error in torch, memory that has run out, the part whose code raised it.
+    """
+    if isinstance(error, UnusedError):
+        error.in_step(trainer.step + 1)
+    if isinstance(error, UserError):
+        return error
+    found = _option_error(error, trainer.cfg.train)
+    if found is None and hasattr(trainer, "memory"):  # which the settled config has
+        found = trainer.memory.shortage(error)
+    if found is None and (part := _raised_by(error, trainer.cfg)):
+        found = part.failed(error)
+    if found is None:
+        return error
+    found.__cause__ = error
+    return found
+
+
+def _option_error(error: Exception, train: TrainConfig) -> UserError | None:
+    """Return an error that names the option of ``train`` that causes an ``error`` in torch; None: there is none."""
+    if train.deterministic and rng.has_no_deterministic_algorithm(error):
+        return UserError(
+            f"train.deterministic=true cannot train this model: {first_line(error)}; use train.deterministic=false"
+        )
+    if train.compile and torch_private.is_compile_error(error):
+        return UserError(
+            f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "
+            f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false"
+        )
+    return None
 
 
 @contextlib.contextmanager
@@ -55,15 +101,15 @@ def dispensable(what: str, trainer: Training) -> Iterator[None]:
 
     If only some ranks had it, the others may wait for them.
     """
-    world = trainer.world
     try:
-        with attributed(trainer.cfg):
+        with ends.without_exit():
             yield
-    except Exception as error:
+    except Exception as raised:
         place = f"{trainer.cfg.run_dir} {what} {trainer.state.position}"
-        if _is_of_ranks(error) or not dist.monitored_barrier(place, world, TOGETHER_S):
+        if _is_of_ranks(raised) or not dist.monitored_barrier(place, trainer.world, TOGETHER_S):
             raise
-        file = note(error, trainer.cfg.run_dir, world.rank, trainer.step)
+        error = explain(raised, trainer)
+        file = note(error, trainer)
         cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
         if file and not isinstance(error, PartError):
             cause += f"; traceback: {relative(file.absolute())}"
@@ -72,33 +118,16 @@ def dispensable(what: str, trainer: Training) -> Iterator[None]:
         )
 
 
-def note(error: Exception, run_dir: str, rank: int, step: int) -> Path | None:
+def note(error: Exception, trainer: Training) -> Path | None:
     """Write the traceback of ``error`` to failures/, and return the file; add its name to the message of a PartError.
 
     None: it could not be written.
     """
     text = error.tracebacks() if isinstance(error, PartError) else "".join(traceback.format_exception(error))
-    file = note_failure(Path(run_dir), rank, step, text)
+    file = note_failure(Path(trainer.cfg.run_dir), trainer.world.rank, trainer.step, text)
     if file and isinstance(error, PartError):
         error.note(relative(file.absolute()))
     return file
-
-
-@contextlib.contextmanager
-def attributed(cfg: Config) -> Iterator[None]:
-    """Within the ``with`` block, name the part in an exception that is raised by one from outside wordrun.
-
-    Raises:
-        PartError: an exception that is not a UserError was raised in the code of such a part.
-        RuntimeError: other code has called sys.exit(0).
-    """
-    try:
-        with ends.without_exit():
-            yield
-    except Exception as error:
-        if isinstance(error, UserError) or (part := _raised_by(error, cfg)) is None:
-            raise
-        raise part.failed(error) from error
 
 
 def _raised_by(error: Exception, cfg: Config) -> Part | None:
@@ -150,31 +179,10 @@ def load_parts(cfg: Config, rank: int) -> dict[str, Hook]:
     return hooks
 
 
-@contextlib.contextmanager
-def explained(trainer: Training) -> Iterator[None]:
-    """Within the ``with`` block, name the option of ``train`` that causes an error in torch."""
-    train = trainer.cfg.train
-    try:
-        yield
-    except UnusedError as error:
-        error.in_step(trainer.step + 1)
-        raise
-    except Exception as error:
-        if train.deterministic and rng.has_no_deterministic_algorithm(error):
-            raise UserError(
-                f"train.deterministic=true cannot train this model: {first_line(error)}; use train.deterministic=false"
-            ) from error
-        if not (train.compile and torch_private.is_compile_error(error)):
-            raise
-        raise UserError(
-            f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "
-            f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false"
-        ) from error
-
-
 def reason(error: BaseException) -> str:
     """Return why a run ended with ``error``, for its record; after a hang, also the file that reports it."""
-    text = f"{type(error).__name__}: {first_line(error, 400)}"
+    kind = "" if isinstance(error, OtherRankError) else f"{type(error).__name__}: "
+    text = f"{kind}{first_line(error, 400)}"
     report = watch.reported()
     return f"{text}; a hang was reported before: {relative(report)}" if report else text
 
@@ -200,7 +208,7 @@ class FailedHooks:
         trainer, error = self.trainer, self.trainer.hooks.failure
         if error is not None and not self._is_noted:
             self._is_noted = True
-            note(error, trainer.cfg.run_dir, trainer.world.rank, trainer.step)
+            note(error, trainer)
             if trainer.world.size > 1:
                 threading.Thread(target=self._watch, daemon=True).start()
         return error is not None
@@ -230,14 +238,13 @@ class FailedHooks:
         if mine is not None:
             raise mine
         if self.together:
-            raise UserError(f"rank {rank}: {text}")
+            raise OtherRankError(f"rank {rank}: {text}")
 
     def wait(self) -> None:
-        """At the end, after an error that all ranks know of, wait for rank 0's files; the failed rank reports first."""
+        """At the end, after an error that all ranks know of, wait for rank 0's files."""
         self.close()  # also after any other error
         if self.together and self.trainer.world.size > 1:
             dist.broadcast(None, self.trainer.world)
-            time.sleep(0.0 if self._is_noted else REPORT_S)
 
     def close(self) -> None:
         """Cancel the timeout: the ranks have agreed, and writing a checkpoint may take a long time."""

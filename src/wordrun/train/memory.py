@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 
 import torch
 
@@ -74,15 +72,11 @@ class MemoryPlan:
             off = f"estimates are up to {TOLERANCE - 1:.0%} off"
             LOGGER.warning("memory may run out: %s (%s)", self._compared(fit), off, extra=FIRST_RANK)
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Within the ``with`` block, turn an out-of-memory error into a message that says what uses the memory."""
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not (isinstance(error, MemoryError) or SIGNS.search(str(error))):
-                raise
-            raise UserError("\n".join(self._explanation(error)), page="plan.md#before-every-run") from error
+    def shortage(self, error: Exception) -> UserError | None:
+        """Return a message that says what uses the memory if ``error`` is that there is too little; else None."""
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and SIGNS.search(str(error))):
+            return UserError("\n".join(self._explanation(error)), page="plan.md#before-every-run")
+        return None
 
     def _compared(self, fit: Fit) -> Comparison:
         world, node = self.world, self.node

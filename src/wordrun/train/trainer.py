@@ -22,7 +22,7 @@ from wordrun.train import hook_checks, profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
-from wordrun.train.failing import FailedHooks, attributed, explained, load_parts, note, noted, reason
+from wordrun.train.failing import FailedHooks, explained, load_parts, reason
 from wordrun.train.hints import by_launch, has_huggingface_format, has_huggingface_tokenizer, next_steps
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.nonfinite import Nonfinite, is_finite
@@ -99,7 +99,7 @@ class Trainer(Training):
                     closers.callback(self.log.close)
                 closers.callback(dist.cleanup)
                 closers.callback(watch.start(self.world, cfg.run_dir, cfg.train.hang_s, timeout).close)
-                with noted(cfg.run_dir, self.world.rank), attributed(cfg):
+                with explained(self):
                     self._build(hooks, closers)
             except BaseException:
                 # If this rank left the group, the others would fail before it has said why.
@@ -127,8 +127,7 @@ class Trainer(Training):
         spec = backend.BackendSpec(
             cfg, world, self.layout, self.task.make_model, make_optimizer, weights, self.start.step
         )
-        with self.memory.explained():
-            self.backend = backend.build(spec)
+        self.backend = backend.build(spec)
         closers.callback(self.backend.close)
         self.loader = self.task.loader(self.gas, self.backend.device)
         closers.callback(self.loader.close)
@@ -259,7 +258,7 @@ class Trainer(Training):
             UserError: an error that the loop has raised, explained.
         """
         facts = start_facts(self)
-        with noted(self.cfg.run_dir, self.world.rank, self.step):
+        with explained(self):
             self.run.open(facts, self.start)
         log_file = None
         error_text, failed, stopped = "", False, False
@@ -272,12 +271,10 @@ class Trainer(Training):
             self.state.start_clock()
             self.profiler.watch(self.meter.clock)
             with (
+                explained(self, every=True),
                 self.stop.listen(),
                 self.profiler,
-                attributed(self.cfg),
                 rng.swapped(self.state.rng),
-                self.memory.explained(),
-                explained(self),
                 watch.phase("training"),
             ):
                 self.evaluation.try_one_batch()
@@ -300,7 +297,6 @@ class Trainer(Training):
         except BaseException as error:
             if failed := isinstance(error, Exception):
                 self.checkpoints.join(LAST_SAVE_S if self.world.size > 1 else None)
-                note(error, self.cfg.run_dir, self.world.rank, self.step)
             error_text = str(error) if isinstance(error, Interrupted) else reason(error)
             raise
         finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.listener import Listener, UnfitError, is_secret
-from wordrun.dist.setup import shared_store
+from wordrun.dist.rendezvous import shared_store
 from wordrun.dist.world import World
 
 # Either side waits at most this long [s] for the other's next bytes.
