@@ -29,10 +29,12 @@ class UserError(Exception):
     page = ""
     """The section of docs/ that says more, such as ``launch.md#sites``; empty: the message says it all."""
 
-    def __init__(self, message: object = "", *, page: str = "") -> None:
-        """Say ``message``; ``page`` says more than that of the class."""
+    def __init__(self, message: object = "", *, page: str = "", cause: BaseException | None = None) -> None:
+        """Say ``message``; ``page`` says more than that of the class. A traceback also shows the ``cause``."""
         super().__init__(message)
         self.page = page or self.page
+        if cause is not None:
+            self.__cause__ = cause
 
 
 class ConfigError(UserError, ValueError):

@@ -75,22 +75,21 @@ def explain(error: Exception, trainer: Training) -> Exception:
         found = trainer.memory.shortage(error)
     if found is None and (part := _raised_by(error, trainer.cfg)):
         found = part.failed(error)
-    if found is None:
-        return error
-    found.__cause__ = error
-    return found
+    return found or error
 
 
 def _option_error(error: Exception, train: TrainConfig) -> UserError | None:
     """Return an error that names the option of ``train`` that causes an ``error`` in torch; None: there is none."""
     if train.deterministic and rng.has_no_deterministic_algorithm(error):
         return UserError(
-            f"train.deterministic=true cannot train this model: {first_line(error)}; use train.deterministic=false"
+            f"train.deterministic=true cannot train this model: {first_line(error)}; use train.deterministic=false",
+            cause=error,
         )
     if train.compile and torch_private.is_compile_error(error):
         return UserError(
             f"train.compile={value_text(train.compile)}: torch.compile failed to compile the model "
-            f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false"
+            f"({first_line(error)}): install a C++ compiler (g++), or use train.compile=false",
+            cause=error,
         )
     return None
 

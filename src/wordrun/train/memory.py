@@ -75,7 +75,7 @@ class MemoryPlan:
     def shortage(self, error: Exception) -> UserError | None:
         """Return a message that says what uses the memory if ``error`` is that there is too little; else None."""
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and SIGNS.search(str(error))):
-            return UserError("\n".join(self._explanation(error)), page="plan.md#before-every-run")
+            return UserError("\n".join(self._explanation(error)), page="plan.md#before-every-run", cause=error)
         return None
 
     def _compared(self, fit: Fit) -> Comparison:
