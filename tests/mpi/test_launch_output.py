@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wordrun.launch.elastic.starter import LOST_STORE
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.output import LOST_STORE, MIXED_S, PARTIAL_S, Output, Pipe
+from wordrun.launch.output import MIXED_S, PARTIAL_S, Output, Pipe
 from wordrun.launch.output_tail import Tail
 
 if TYPE_CHECKING:

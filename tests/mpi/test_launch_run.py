@@ -112,7 +112,7 @@ LISTEN = """
 import os, sys
 import torch
 from wordrun.dist import session
-from wordrun.launch.meeting import LISTENING, connections, sockets
+from wordrun.launch.connection_watch import LISTENING, connections, sockets
 
 with session():
     torch.distributed.barrier()

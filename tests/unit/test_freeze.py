@@ -13,7 +13,7 @@ import pytest
 
 from wordrun.commands.train import main
 from wordrun.common.errors import ConfigError
-from wordrun.launch.freeze import freeze
+from wordrun.launch.code_snapshot import freeze
 from wordrun.track.report.facts import environment
 from wordrun.track.run_json import RunRecord
 from wordrun.train.provenance import commits

@@ -50,11 +50,6 @@ ENTRIES = {"wordrun.api", "wordrun.cli", "wordrun.__main__", "wordrun.launch.__m
 UPWARD = {
     # A guardian imports what the command that it forks will import.
     ("wordrun.launch.elastic.program", "wordrun.commands.train"),
-    # Not attached from outside yet.
-    ("wordrun.launch.run", "wordrun.launch.elastic.guardians"),
-    ("wordrun.launch.run", "wordrun.launch.elastic.wire"),
-    ("wordrun.launch.supervisor", "wordrun.launch.elastic.guardians"),
-    ("wordrun.launch.plan", "wordrun.launch.elastic.wire"),
 }
 # Packages that offer names of their modules lazily.
 LAZY = {
@@ -281,3 +276,18 @@ def test_deepspeed_and_diloco_are_parts_like_any(command: Command, tmp_path: Pat
     done = command(sys.executable, "-c", f"{check}\n{train}", *words, PYTHONPATH=str(copied.parent))
     assert done.returncode == 0, done.stderr
     assert len(list(Path("outputs").glob("sample/*/*/checkpoints/step-*"))) == 1
+
+
+def test_ranks_start_without_guardians(command: Command, tmp_path: Path) -> None:
+    """``launch/elastic/`` attaches from outside: only one name in a table leads to it."""
+    users = {module for module in MODULES for each in imported(module) if ".launch.elastic" in each}
+    assert {module for module in users if ".launch.elastic" not in module} == set()
+    copied = tmp_path / "copied" / "wordrun"
+    shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("elastic", "__pycache__"))
+    check = f"import wordrun; assert wordrun.__file__.startswith({str(copied)!r})"
+    launch = f"{check}\nimport sys; from wordrun.launch.cli import main; sys.exit(main())"
+    rank = f"{check}; import os; print('rank', os.environ['RANK'])"
+    words = ["-n", "2", sys.executable, "-c", rank]
+    done = command(sys.executable, "-c", launch, *words, PYTHONPATH=str(copied.parent))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0", "rank 1"]

@@ -6,7 +6,7 @@ import pytest
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, hold_back
-from wordrun.launch.output_tail import classify, port_taken
+from wordrun.launch.retries import port_taken, reported_fault
 
 # Recorded, but for the names of PALS's hosts.
 CURABLE = {
@@ -21,7 +21,7 @@ CURABLE = {
 
 @pytest.mark.parametrize(("line", "hosts"), CURABLE.items())
 def test_faults_that_a_relaunch_can_cure(line: str, hosts: tuple[str, ...]) -> None:
-    fault = classify(["step 10 loss 3.2", line, "srun: error: n2: task 3: Killed"], 1)
+    fault = reported_fault(["step 10 loss 3.2", line, "srun: error: n2: task 3: Killed"], 1)
     assert fault is not None
     assert fault.line == line
     assert fault.hosts == hosts
@@ -39,12 +39,12 @@ def test_faults_that_a_relaunch_can_cure(line: str, hosts: tuple[str, ...]) -> N
     ],
 )
 def test_faults_of_the_program_are_not_retried(line: str) -> None:
-    assert classify([line], 1) is None
+    assert reported_fault([line], 1) is None
 
 
 @pytest.mark.parametrize("status", [0, 2, 75])
 def test_success_and_wrong_options_are_no_faults(status: int) -> None:
-    assert classify(["srun: error: Node failure on n2"], status) is None
+    assert reported_fault(["srun: error: Node failure on n2"], status) is None
 
 
 @pytest.mark.parametrize(("port", "taken"), [(12345, True), (2345, False), (80, False)])

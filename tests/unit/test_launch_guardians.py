@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,15 @@ import pytest
 from wordrun.common import listener
 from wordrun.common.errors import ConfigError
 from wordrun.common.listener import UnfitError
-from wordrun.launch.elastic import guardian, guardians, guardians as answers, nodes, program as imported_before
-from wordrun.launch.elastic.guardians import Guardians, python_command
-from wordrun.launch.elastic.wire import VARIABLE, Link, message_in
+from wordrun.launch.elastic import control, guardian, nodes, program as imported_before
+from wordrun.launch.elastic.connections import VARIABLE, Link, message_in
+from wordrun.launch.elastic.control import Answers, GuardianControl
+from wordrun.launch.elastic.starter import nodes_of, python_command
 from wordrun.launch.job_script import inner
-from wordrun.launch.kills import Kills
 from wordrun.launch.output import Output
 from wordrun.launch.parser import parse
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import make_plan
+from wordrun.launch.plan import LaunchPlan, make_plan
+from wordrun.launch.retries import Retries
 from wordrun.launch.schedulers import SCHEDULERS
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ class Head:
         Path("hosts").write_text(f"{os.uname().nodename}\nlocalhost\n")
         made = plan(*options, "--launcher", "hydra", "--hostfile", "hosts", "-n", "4", "python", "train.py")
         self.said: list[str] = []
-        self.folder, self.output, self.kills = folder, Output(), Kills(left=left)
-        self.head = Guardians(made, self.kills, self.output, str(folder), None, self.said.append)
-        address, port, self.secret = self.head.contact.split()
+        self.folder, self.output, self.retries = folder, Output(), Retries(left)
+        self.control = GuardianControl(made, self.retries, self.output, str(folder), None, self.said.append)
+        address, port, self.secret = self.control.connections.contact.split()
         self.nodes = [Link(socket.create_connection((address, int(port)))) for _ in range(2)]
         self.inbox: list[list[dict[str, Any]]] = [[], []]
 
@@ -143,7 +143,7 @@ class Head:
         while not all(self.inbox[node] for node in nodes):
             for key, _ in self.output.selector.select(0.05):
                 key.data()
-            self.head.look()
+            self.control.look()
             for node in nodes:
                 self.nodes[node].socket.settimeout(0.01)
                 self.inbox[node] += self.nodes[node].receive() or []
@@ -153,7 +153,7 @@ class Head:
 
     def start(self) -> None:
         """Play the guardians until the ranks run."""
-        if self.head.generation < 0:
+        if self.control.generation.number < 0:
             for node in range(2):
                 self.say(node, "hello", secret=self.secret, node=node, host=f"node{node}")
             self.hear("setup")
@@ -170,7 +170,7 @@ class Head:
         return {path.name: path.read_text() for path in self.folder.iterdir()}
 
     def close(self) -> None:
-        self.head.close()
+        self.control.kill()
         self.output.selector.close()
         for link in self.nodes:
             link.close()
@@ -187,7 +187,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
 def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None:
     """However late the kill is reported, within the time that launch waits for it."""
     head.start()
-    assert head.head.known() == {0: 100, 1: 101, 2: 102, 3: 103}
+    assert head.control.pids() == {0: 100, 1: 101, 2: 102, 3: 103}
     head.exits(0, 1)
     head.exits(3, 137)
     head.hear("end")
@@ -195,19 +195,19 @@ def test_a_failure_that_follows_from_a_kill_is_not_the_cause(head: Head) -> None
     head.start()
     assert head.reports() == {}
     assert head.said == ["rank 3 was killed (SIGKILL, not for lack of memory on this host): restarting the ranks"]
-    assert [(fault["rank"], fault["pid"], fault["cause"]) for fault in head.kills.faults] == [(3, 103, "SIGKILL")]
+    assert [(fault["rank"], fault["pid"], fault["cause"]) for fault in head.retries.faults] == [(3, 103, "SIGKILL")]
 
 
 def test_ranks_are_reported_as_by_rank_env_sh(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guardians, "FIRST_CAUSE_S", 0.0)
+    monkeypatch.setattr(control, "FIRST_CAUSE_S", 0.0)
     head.start()
     head.exits(2, 7)
     for rank in (0, 1, 3):
         head.exits(rank, 0)
     head.hear("leave")
     assert head.reports() == {"2": "7 node1\n", "ended-node0": "0\n1\n", "ended-node1": "3\n"}
-    head.head.finish()
-    assert head.head.lost == ""
+    head.control.finish()
+    assert head.control.lost == ""
 
 
 def test_the_answer_to_an_earlier_question_does_not_count(head: Head) -> None:
@@ -216,7 +216,7 @@ def test_the_answer_to_an_earlier_question_does_not_count(head: Head) -> None:
         head.say(node, "hello", secret=head.secret, node=node, host=f"node{node}")
     head.hear("setup")
     head.both("ready")
-    assert [message["port"] for message in head.hear("start")] == [int(head.head.plan.env["MASTER_PORT"])] * 2
+    assert [message["port"] for message in head.hear("start")] == [int(head.control.plan.env["MASTER_PORT"])] * 2
     head.say(0, "started", pids={0: 100, 1: 101})
     head.exits(1, 137)
     head.hear("end")
@@ -238,7 +238,7 @@ def test_a_guardian_that_is_lost_ends_the_others(head: Head) -> None:
             key.data()
     head.nodes[0].socket.settimeout(60)
     assert head.nodes[0].receive() is None
-    assert head.head.lost == "the guardian on node1"
+    assert head.control.lost == "the guardian on node1"
     assert head.said == ["the guardian on node1 has ended"]
 
 
@@ -249,23 +249,23 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_which_is_spare_when_it_is_ba
     monkeypatch.setattr(nodes, "FIRST_TRY_S", 0.0)
     (tmp_path / "status").mkdir()
     found = Head(tmp_path / "status", 10, "--oversubscribe", "--spare-nodes", "1")
-    again: list[tuple[tuple[str, ...], str]] = []
+    again: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
     launcher = subprocess.Popen(["sleep", "60"])
 
-    def start_guardian(made: LaunchPlan, contact: str) -> Any:
-        again.append((made.guarded, contact))
+    def start_guardian(made: LaunchPlan, env: Mapping[str, str]) -> Any:
+        again.append((nodes_of(made), env))
         return launcher
 
-    found.head.nodes.begin(start_guardian)
+    found.control.begin(start_guardian)
     first, second = os.uname().nodename, "localhost"
     found.start()
-    assert found.head.plan.ranks.layout == (4,)
+    assert found.control.plan.ranks.layout == (4,)
     found.exits(0, 137)
     found.hear("end")
     found.nodes[0].close()
     (told,) = found.hear("end", 1)
     assert found.said[1] == f"the guardian on node0 has ended: restarting 4 ranks (4 on {second})"
-    assert [fault["cause"] for fault in found.head.kills.faults] == ["SIGKILL", "lost guardian"]
+    assert [fault["cause"] for fault in found.retries.faults] == ["SIGKILL", "lost guardian"]
     found.say(1, "ended", port=5000)
     found.say(1, "ended", port=5001)
     (told,) = found.hear("start", 1)
@@ -273,19 +273,19 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_which_is_spare_when_it_is_ba
     found.say(1, "started", pids={rank: 200 + rank for rank in range(4)})
     found.hear("go", 1)
     while not again:
-        found.head.look()
-    assert again == [((first,), f"{found.head.contact} 0")]
-    assert found.head.nodes.successor() is None, "it cannot take the place of the first launcher yet"
-    address, port, _ = found.head.contact.split()
+        found.control.look()
+    assert again == [((first,), {VARIABLE: f"{found.control.connections.contact} 0"})]
+    assert found.control.nodes.successor() is None, "it cannot take the place of the first launcher yet"
+    address, port, _ = found.control.connections.contact.split()
     found.nodes[0] = Link(socket.create_connection((address, int(port))))
     found.say(0, "hello", secret=found.secret, node=0, host="node0")
     found.hear("setup", 0)
     found.say(0, "ready", port=5002)
-    while 0 not in found.head.nodes.ready:
+    while 0 not in found.control.nodes.ready:
         for key, _ in found.output.selector.select(0.05):
             key.data()
-    assert found.head.state == "running", "the ranks need not notice"
-    assert found.head.nodes.successor() is launcher
+    assert found.control.state == "running", "the ranks need not notice"
+    assert found.control.nodes.successor() is launcher
     launcher.kill()
     launcher.wait()
     found.nodes[1].close()
@@ -294,10 +294,10 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_which_is_spare_when_it_is_ba
     (told,) = found.hear("start", 0)
     assert (told["layout"], told["port"]) == ([4, 0], 5003)
     found.nodes[0].close()
-    while not found.head.lost:
+    while not found.control.lost:
         for key, _ in found.output.selector.select(0.05):
             key.data()
-    assert found.head.lost == "the guardian on node0"
+    assert found.control.lost == "the guardian on node0"
     found.close()
 
 
@@ -307,7 +307,7 @@ def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, mo
         (tmp_path / f"{notices}").mkdir()
         found = Head(tmp_path / f"{notices}")
         found.say(0, "hello", secret=found.secret, node=0, host="node0")
-        monkeypatch.setattr(answers, "ANSWER_S", 60.0 if notices else 0.0)
+        monkeypatch.setattr(control, "ANSWER_S", 60.0 if notices else 0.0)
         found.nodes[1].close()
         told, asked = found.nodes[0], []
         told.socket.settimeout(0.01)
@@ -316,13 +316,13 @@ def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, mo
                 key.data()
             asked = told.receive() or []
         found.say(0, "ready", port=5000)
-        while not found.head.lost:
+        while not found.control.lost:
             for key, _ in found.output.selector.select(0.05):
                 key.data()
-            found.head.look()
-            if notices and found.head.nodes.ready:
-                found.head.finish()
-        assert found.head.lost == "the guardian on localhost"
+            found.control.look()
+            if notices and found.control.nodes.ready:
+                found.control.finish()
+        assert found.control.lost == "the guardian on localhost"
         how = "has ended" if notices else "has not connected for 0 seconds"
         assert found.said == [f"the guardian on localhost {how}"]
         found.close()
@@ -331,9 +331,9 @@ def test_a_guardian_that_has_died_before_it_connected_is_lost(tmp_path: Path, mo
 def test_a_guardian_that_imports_has_more_time_than_one_that_has_not_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = answers.Answers(3)
+    found = Answers(3)
     assert found.late({0}) is None, "nobody is ready"
-    monkeypatch.setattr(answers, "ANSWER_S", 0.0)
+    monkeypatch.setattr(control, "ANSWER_S", 0.0)
     found.wait_for_ready()
     assert found.add(0, {}) is None
     assert found.late({0, 1}) == (2, 0.0)
@@ -347,13 +347,13 @@ def test_a_guardian_that_imports_has_more_time_than_one_that_has_not_connected(
 
 def test_silent_strangers_do_not_keep_guardians_out(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "PATIENCE_S", 0.1)
-    address, port, _ = head.head.contact.split()
+    address, port, _ = head.control.connections.contact.split()
     silent = [socket.create_connection((address, int(port))) for _ in range(300)]
     head.start()
     while len(head.output.selector.get_map()) > 3:  # the port and two guardians
         for key, _ in head.output.selector.select(0.05):
             key.data()
-        head.head.look()
+        head.control.look()
     for each in silent:
         each.settimeout(60)
         assert each.recv(1) == b""
@@ -368,7 +368,7 @@ def test_a_guardian_that_says_something_else_is_named(head: Head) -> None:
             key.data()
     (said,) = head.said
     assert said.startswith('the guardian on node1 has sent {"event": "exit", "rank": 4,')
-    assert head.head.lost == "the guardian on node1"
+    assert head.control.lost == "the guardian on node1"
 
 
 def test_guardians_of_one_host_are_told_apart(head: Head) -> None:
@@ -377,10 +377,10 @@ def test_guardians_of_one_host_are_told_apart(head: Head) -> None:
         head.say(node, "hello", secret=head.secret, node=node, host="same")
     head.hear("setup")
     head.nodes[1].close()
-    while not head.head.lost:
+    while not head.control.lost:
         for key, _ in head.output.selector.select(0.05):
             key.data()
-    assert head.head.lost == "the guardian on same (node 1)"
+    assert head.control.lost == "the guardian on same (node 1)"
 
 
 def test_guardians_that_are_lost_together(head: Head) -> None:
@@ -392,17 +392,17 @@ def test_guardians_that_are_lost_together(head: Head) -> None:
     for key in ready:
         key.data()
     assert len(head.said) == 1
-    assert head.head.lost
+    assert head.control.lost
 
 
 def test_a_launch_that_is_being_stopped_starts_nothing(head: Head) -> None:
     head.start()
     head.exits(3, 137)
     head.hear("end")
-    head.head.stop()
+    head.control.stop()
     head.hear("leave")
-    head.head.finish()
-    assert not head.head.lost
+    head.control.finish()
+    assert not head.control.lost
 
 
 def test_messages_arrive_whole() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.planner import choose_run, file_name, records_folder
+from wordrun.launch.run_identity import choose_run, file_name, records_folder
 
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 ALONE = Job(hosts=("box",), cores=(8,), devices=(0,), slots=(1,))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.common.errors import ConfigError
-from wordrun.launch import planner
 from wordrun.launch.job import LocalHost
+from wordrun.launch.login_node import login_note, refuse_nodes
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers import find_job
 
@@ -19,10 +19,10 @@ def at(host: str, env: Mapping[str, str], options: Options) -> str:
     """Return what launch says on ``host``: the note, or the refusal of more nodes."""
     job = find_job(options.scheduler, env, LocalHost(host, 2, "affinity", 0, "none"))
     try:
-        planner.refuse_nodes(options, job, host, env)
+        refuse_nodes(options, job, host, env)
     except ConfigError as error:
         return str(error)
-    return planner.login_note(options, job, host, env)
+    return login_note(options, job, host, env)
 
 
 @pytest.fixture

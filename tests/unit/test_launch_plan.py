@@ -20,14 +20,16 @@ import pytest
 from wordrun.common.errors import ConfigError
 from wordrun.launch import record, run
 from wordrun.launch.address import free_port, is_free, unresolved
+from wordrun.launch.environment import is_stale, threads
 from wordrun.launch.job import Job, LocalHost, count_cores, count_devices, local_host
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
-from wordrun.launch.plan import LaunchPlan, build, is_stale, threads
-from wordrun.launch.ranks import check_crowd, decide_ranks
-from wordrun.launch.record import mask, mask_words
+from wordrun.launch.limits import check_crowd
+from wordrun.launch.plan import LaunchPlan, build
+from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
+from wordrun.launch.secrets import mask, mask_words
 
 pytestmark = pytest.mark.unit
 

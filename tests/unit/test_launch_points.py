@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from wordrun.common.errors import ConfigError
-from wordrun.launch import cli, points
+from wordrun.launch import cli, sweeps_and_studies
 from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse
 from wordrun.launch.schedulers import SCHEDULERS
@@ -71,10 +71,10 @@ def test_any_text_reaches_hydra_as_it_is(text: str) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    word = points.quoted(text)
+    word = sweeps_and_studies.quoted(text)
     value = OverridesParser.create().parse_override(f"key={word}").value()
     assert OmegaConf.create({"key": str(value)}).key == text
-    assert points.unquoted(word) == text
+    assert sweeps_and_studies.unquoted(word) == text
 
 
 def test_a_studys_points_get_launchs_options() -> None:
@@ -91,7 +91,7 @@ def test_a_studys_points_get_launchs_options() -> None:
 
 def test_the_size_of_a_job_is_not_that_of_its_points() -> None:
     def note(words: str) -> str:
-        return points.note(parse(["--submit", *words.split()]))
+        return sweeps_and_studies.note(parse(["--submit", *words.split()]))
 
     assert "--ppn 2 is the size of the job: the points of a sweep have the size that hydra" in note(f"--ppn 2 {SWEEP}")
     assert "-n 8 is the size of the job: the points of a study" in note(f"-n 8 {STUDY}")

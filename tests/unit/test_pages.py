@@ -84,3 +84,15 @@ def test_readme_shows_what_it_claims() -> None:
 def test_links_of_readme_exist() -> None:
     links = [link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) if not (ROOT / link).exists()]
     assert links == []
+
+
+def test_the_table_of_variables_is_complete() -> None:
+    rows = re.findall(r"^\| `(WORDRUN_\w+)` \|([^|]*\|[^|]*)\|", (DOCS / "launch.md").read_text(), re.MULTILINE)
+    folders = (PACKAGE, ROOT / "conf", ROOT / "bin")
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    used = {name.decode() for file in files for name in re.findall(rb"\bWORDRUN_[A-Z0-9_]+\b", file.read_bytes())}
+    assert sorted(name for name, _ in rows) == sorted(used | {"WORDRUN_GPU_TESTS"})
+    for name, who in rows:
+        for path in re.findall(r"`(.*?)`", who):
+            file = (ROOT if path.split("/")[0] in ("bin", "conf", "tests") else PACKAGE) / path
+            assert file.is_file(), f"{name}: {path}"

@@ -12,14 +12,16 @@ from dataclasses import replace
 
 from wordrun.common.errors import REQUEUE, ConfigError, UserError, short_lines, with_page
 from wordrun.common.version import __version__
-from wordrun.launch import points, record
+from wordrun.launch import record, sweeps_and_studies
 from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
+from wordrun.launch.messages import say
 from wordrun.launch.parser import help_text, parse
-from wordrun.launch.plan import LaunchPlan
-from wordrun.launch.planner import look_around, make_plan, records_folder
+from wordrun.launch.plan import LaunchPlan, look_around, make_plan
+from wordrun.launch.rank_starter import by_launcher
 from wordrun.launch.request import Identity, Options
+from wordrun.launch.run_identity import records_folder
 from wordrun.launch.schedulers import SCHEDULERS
 
 # By then the ranks have met, so a port in use is one that the user's program opened.
@@ -72,13 +74,11 @@ def _launch(options: Options) -> int:
         from wordrun.launch import submit
 
         return submit.main(options)
-    points.refuse_launch(options)
+    sweeps_and_studies.refuse_launch(options)
     plan = make_plan(options)
     if options.dry_run:
         print(record.dry_run(plan, as_json=options.json))
         return 0
-    from wordrun.launch.supervisor import say
-
     status = _run(options, plan)
     what, _, command = record.how_to_continue(plan, status).partition("\n")
     say(what)
@@ -92,50 +92,46 @@ def _launch(options: Options) -> int:
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once if the port was taken, and up to --retries times without failed hosts."""
-    from wordrun.launch.kills import Kills
-    from wordrun.launch.output_tail import classify, port_taken
+    from wordrun.launch.retries import Retries, port_taken, reported_fault
     from wordrun.launch.run import run
-    from wordrun.launch.supervisor import say
 
     for note in plan.job.notes:
         say(note)
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
-    kills = Kills(left=options.retries)
+    retries = Retries(options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
     while True:
         begun = time.monotonic()
         if plan.launcher.in_between:
             caveat = f" ({plan.launcher.caveat})" if plan.launcher.caveat else ""
-            by = f"{plan.launcher.name}{caveat}"
-            if options.elastic:
-                by = f"guardians, started by {by}" if plan.ranks.nodes > 1 else "a guardian"
+            by = plan.starter.described(plan.ranks, f"{plan.launcher.name}{caveat}")
             say(f"starting {record.size(plan)} with {by}")
-        outcome = run(plan, keep_lines=bool(kills.left or may_move), kills=kills)
+        outcome = run(plan, keep_lines=bool(retries.left or may_move), retries=retries)
         status, last = outcome.status, outcome.last_lines
         met = time.monotonic() - begun > MEETING_S
         if status not in (0, REQUEUE) and may_move and not met and port_taken(last, plan.decided.port):
             may_move = False
             say(f"port {plan.decided.port} was taken in the meantime: relaunching with another port")
-        elif outcome.uses_mpi:
-            options = replace(options, elastic=False)
-            say("COMMAND calls MPI, so only a launcher can start its ranks: relaunching without --elastic")
+        elif outcome.needs_launcher:
+            options = by_launcher(options)
+            say(outcome.needs_launcher)
         else:
-            fault = classify(last, status) or kills.fault(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
-            if fault is None or kills.left == 0:
-                say(kills.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
+            fault = reported_fault(last, status) or retries.after_kill(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
+            if fault is None or retries.left == 0:
+                say(retries.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
                 return status
-            kills.start_again()
+            retries.use_one()
             left_out |= set(map(short, fault.hosts))
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
             say(f"{fault.meaning} ({fault.line}): relaunching{without}")
         try:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "relaunched")
             plan = make_plan(options, left_out, same)
-            if kills.faults:
-                plan = replace(plan, env={**plan.env, "WORDRUN_FAULTS": json.dumps(kills.faults)})
+            if retries.faults:
+                plan = replace(plan, env={**plan.env, "WORDRUN_FAULTS": json.dumps(retries.faults)})
         except UserError as error:
             say(f"cannot relaunch: {with_page(error)}")
             return status

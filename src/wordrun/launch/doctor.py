@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wordrun.launch import site_files
+from wordrun.launch.environment import is_stale
 from wordrun.launch.job import short
 from wordrun.launch.job_script import inner
 from wordrun.launch.launchers.base import NoLauncherError
-from wordrun.launch.plan import LaunchPlan, is_stale
-from wordrun.launch.planner import make_plan
+from wordrun.launch.plan import LaunchPlan, make_plan
+from wordrun.launch.rank_starter import by_launcher
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, numbers
@@ -51,7 +52,7 @@ def main(options: Options) -> int:
     """Run the checks, print the findings, and return 1 if something is wrong."""
     command = (sys.executable, "-m", "wordrun.commands.probe", PREFIX)
     probe = replace(
-        options, command=command, doctor=False, elastic=False, json=False, idle_timeout=None, walltime_margin=None
+        by_launcher(options), command=command, doctor=False, json=False, idle_timeout=None, walltime_margin=None
     )
     try:
         plan = make_plan(probe)

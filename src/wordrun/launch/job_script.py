@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from wordrun.common.errors import REQUEUE, ConfigError
-from wordrun.launch import limits, points
-from wordrun.launch.freeze import Frozen
+from wordrun.launch import limits, sweeps_and_studies
+from wordrun.launch.code_snapshot import Frozen
 from wordrun.launch.parser import INNER
 from wordrun.launch.request import Options, seconds
 from wordrun.launch.schedulers.base import Scheduler
@@ -119,7 +119,7 @@ def margin(options: Options) -> float | None:
 def _ending(options: Options, scheduler: Scheduler) -> list[str]:
     """Return the lines that run the launch and, if it has saved, continue its run."""
     if options.launches_points:
-        run = points.command(options, passed_on(points.for_points(options), scheduler))
+        run = sweeps_and_studies.command(options, passed_on(sweeps_and_studies.for_points(options), scheduler))
     else:
         run = inner(options, scheduler)
     echo = 'echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"'

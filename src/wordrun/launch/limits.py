@@ -1,4 +1,4 @@
-"""What a site and its queues allow, checked before a job is submitted."""
+"""How many ranks fit on this machine, and what a site and its queues allow, checked before a job is submitted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,48 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wordrun.common.errors import ConfigError, nearest
-from wordrun.launch import points as of_points
-from wordrun.launch.request import Options, seconds
+from wordrun.launch import sweeps_and_studies
+from wordrun.launch.job import Job
+from wordrun.launch.request import Options, Ranks, seconds
 from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
 
+# More ranks per core than this would spend their time waiting for each other.
+PER_CORE = 8
+# What a rank needs to import torch and join the others.
+RANK_BYTES = 400e6
 MOST_NAMED = 3
 """Queues that a message suggests."""
+
+
+def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) -> str:
+    """Return a note if ranks share the cores of this machine. In a scheduler's job, ``decide_ranks`` has checked.
+
+    Args:
+        options: the command line.
+        job: the hosts.
+        ranks: the layout.
+        memory: bytes that the ranks may use on this machine; None: unknown, or they are not known to run Python.
+
+    Raises:
+        ConfigError: there are too many ranks for the cores or the memory, and --oversubscribe was not given.
+    """
+    if not job.is_local:
+        return ""
+    n, cores = max(zip(ranks.layout, job.cores, strict=False), key=lambda pair: pair[0] / pair[1])
+    have = f"{cores} core{'s' * (cores > 1)}"
+    by_cores, by_memory = PER_CORE * cores, n if memory is None else int(memory / RANK_BYTES)
+    if n > 1 and n > min(by_cores, by_memory) and not options.oversubscribe:
+        problem = f"{n} ranks on {have} are more than {PER_CORE} per core"
+        if by_memory < by_cores and memory is not None:
+            need = f"about {n * RANK_BYTES / 1e9:.1f} GB of memory to import torch"
+            problem = f"{n} ranks need {need}, and {memory / 1e9:.1f} GB are available"
+        fits = f"{'-n' if options.np and ranks.nodes == 1 else '--ppn'} {max(1, min(by_cores, by_memory))}"
+        raise ConfigError(
+            f"{ranks.why}: {problem}; {fits} would fit, or --oversubscribe starts them anyway",
+            page="launch.md#one-machine",
+        )
+    return f"{n} ranks share {have}: fine for a test, slow for training" if n > cores else ""
 
 
 def problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
@@ -31,7 +66,7 @@ def problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
         (misspelled, f"--queue {name} is not one of {site.name}'s {known}{misspelled}"),
         (jobs := too_many(options, site), jobs),
     )
-    found = [problem for wrong, problem in checks if wrong] + list(of_points.problems(options))
+    found = [problem for wrong, problem in checks if wrong] + list(sweeps_and_studies.problems(options))
     return found + _of_queue(options, site, nodes) + _part_of_a_node(options, site, scheduler)
 
 

@@ -28,11 +28,6 @@ MOST_FOLDED = 200
 READ, MOST_READS = 65536, 16
 # A pipe that can be written to takes this much without waiting.
 PIPE_BUF = select.PIPE_BUF
-# A warning of torch's, with its C++ stack, when a rank loses its connection to the store, which ends with rank 0.
-LOST_STORE = (
-    r"^(?:\[rank\d+\]:)?\[W[^\n]* TCPStore\.cpp:\d+\] \[c10d\] (?:recv|send)\w* failed on [^\n]*\n"
-    r"(?:Exception raised from [^\n]*\n(?:(?:frame #\d+: |<omitting python frames>)[^\n]*\n)*\n?)?"
-)
 TRACEBACK = re.compile(rb"^(Traceback \(most recent call last\)|Fatal Python error)", re.MULTILINE)
 
 

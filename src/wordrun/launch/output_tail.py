@@ -1,17 +1,11 @@
-"""The end of a launch's stderr: which lines a given rank wrote, and whether they show a fault.
-
-A fault is a failure that a relaunch can cure: in nodes, network or launcher, never in the user's program. Of 63
-relaunches after arbitrary failures in a series of runs at ALCF, 7 helped; the others repeated an error. So only faults
-that the launchers themselves report count.
-"""
+"""The end of what a launch has printed on stderr: which lines a given rank wrote, and which one says why it failed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from wordrun.common.errors import REQUEUE, first_line
+from wordrun.common.errors import first_line
 from wordrun.launch.launchers import LAUNCHERS
 
 # Enough for a launcher's error messages and the tracebacks of a few ranks.
@@ -22,15 +16,6 @@ PREFIX = re.compile(r"\[rank( ?)(\d+)\]")
 # Lines printed by launchers, by torch's C++ code about other ranks, and by the shells of ranks that they kill.
 OWN_LINES = "|".join(launcher.own_lines for launcher in LAUNCHERS.values() if launcher.own_lines)
 OTHERS = re.compile(rf"({OWN_LINES})|\[[WE]\d{{4}} |(Terminated|Killed|Aborted|Segmentation fault)$")
-# A line's pattern, its meaning, and the group that names the host to leave out (0: none).
-PATTERNS: tuple[tuple[str, str, int], ...] = (
-    *(fault for launcher in LAUNCHERS.values() for fault in launcher.faults),
-    (r"No VNIs available", "the fabric has no free network identifier", 0),
-    (r"CXI alloc failed on cxi\d+", "an earlier job has not yet released the fabric's resources", 0),
-    (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
-)
-
-TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 class Tail:
@@ -73,39 +58,3 @@ def reason_in(lines: Sequence[str]) -> str:
     errors = [line for line in own if re.search(r"\bERROR\b|Error\b", line)]
     last = [*errors[-1:], *own[-1:], *lines[-1:]]
     return first_line(last[0]) if last else ""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A failure that may not happen again."""
-
-    meaning: str
-    line: str
-    hosts: tuple[str, ...]
-    """Hosts to leave out, as the launcher names them."""
-
-
-def classify(lines: Iterable[str], status: int) -> Fault | None:
-    """Return the fault shown by the last lines of a failed launch; None: a relaunch would only fail again.
-
-    Args:
-        lines: what the launcher and the ranks printed last.
-        status: exit status; 0, 2 (invalid options) and 75 (a run to resume) are never faults.
-    """
-    if status in (0, 2, REQUEUE):
-        return None
-    first: Fault | None = None
-    hosts: list[str] = []
-    for line in lines:
-        for pattern, meaning, group in PATTERNS:
-            match = re.search(pattern, line, re.IGNORECASE)
-            if match:
-                hosts += [match[group].rstrip(":,.")] if group else []
-                first = first or Fault(meaning, line.strip(), ())
-                break
-    return Fault(first.meaning, first.line, tuple(dict.fromkeys(hosts))) if first else None
-
-
-def port_taken(lines: Iterable[str], port: int) -> bool:
-    """Return whether ``lines`` contain torch's report that rank 0 could not listen on ``port``."""
-    return any(TAKEN.search(line) and re.search(rf"\b{port}\b", line) for line in lines)

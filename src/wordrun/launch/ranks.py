@@ -8,11 +8,6 @@ from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job
 from wordrun.launch.request import Options, Ranks
 
-# More ranks per core than this would spend their time waiting for each other.
-PER_CORE = 8
-# What a rank needs to import torch and join the others.
-RANK_BYTES = 400e6
-
 
 def decide_ranks(options: Options, job: Job) -> Ranks:
     """Return the layout for -n, -N and --ppn; any two determine the third, and the default is the job's slots.
@@ -44,36 +39,6 @@ def decide_ranks(options: Options, job: Job) -> Ranks:
     if not job.is_local and not any(job.devices[:nodes]):
         why = f"{'+'.join(map(str, slots)) if nodes < 9 else sum(slots)} by the scheduler or the site"
     return Ranks(slots, f"{asked}: {why}" if asked else why)
-
-
-def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) -> str:
-    """Return a note if ranks share the cores of this machine; in a scheduler's job, ``decide_ranks`` has checked.
-
-    Args:
-        options: the command line.
-        job: the hosts.
-        ranks: the layout.
-        memory: bytes that the ranks may use on this machine; None: unknown, or they are not known to run Python.
-
-    Raises:
-        ConfigError: there are too many ranks for the cores or the memory, and --oversubscribe was not given.
-    """
-    if not job.is_local:
-        return ""
-    n, cores = max(zip(ranks.layout, job.cores, strict=False), key=lambda pair: pair[0] / pair[1])
-    have = f"{cores} core{'s' * (cores > 1)}"
-    by_cores, by_memory = PER_CORE * cores, n if memory is None else int(memory / RANK_BYTES)
-    if n > 1 and n > min(by_cores, by_memory) and not options.oversubscribe:
-        problem = f"{n} ranks on {have} are more than {PER_CORE} per core"
-        if by_memory < by_cores and memory is not None:
-            need = f"about {n * RANK_BYTES / 1e9:.1f} GB of memory to import torch"
-            problem = f"{n} ranks need {need}, and {memory / 1e9:.1f} GB are available"
-        fits = f"{'-n' if options.np and ranks.nodes == 1 else '--ppn'} {max(1, min(by_cores, by_memory))}"
-        raise ConfigError(
-            f"{ranks.why}: {problem}; {fits} would fit, or --oversubscribe starts them anyway",
-            page="launch.md#one-machine",
-        )
-    return f"{n} ranks share {have}: fine for a test, slow for training" if n > cores else ""
 
 
 def _spread(np: int, nodes: int | None, job: Job, asked: str) -> tuple[int, ...]:

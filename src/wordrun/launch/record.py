@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -21,30 +20,11 @@ from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.request import Ranks
+from wordrun.launch.secrets import mask, mask_words
 from wordrun.launch.site import Site
 
-# Matches KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
-# wordrun's own options that only look like secrets: a line with asterisks could not be pasted.
-OPEN = ("train.sample_tokens", "data.text_key")
-HIDDEN = "***"
 # Longer host lists are truncated; --json prints all hosts.
 SHOWN = 8
-
-
-def mask(name: str, value: str) -> str:
-    """Return ``value``, or asterisks if ``name`` names a secret."""
-    return HIDDEN if SECRET.search(name) and not name.endswith(OPEN) else value
-
-
-def mask_words(words: Sequence[str]) -> list[str]:
-    """Return the arguments ``words`` with the values of secret NAME=VALUE arguments hidden."""
-    masked = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        named = equals and re.fullmatch(r"[-+~\w./@]+", name)
-        masked.append(f"{name}={mask(name, value)}" if named else word)
-    return masked
 
 
 def facts(plan: LaunchPlan) -> dict[str, Any]:
@@ -183,12 +163,9 @@ def dry_run(plan: LaunchPlan, *, as_json: bool) -> str:
         f"# devices: {plan.job.devices[0]} ({plan.reasons['devices']})",
         f"# launcher: {launcher} ({plan.launcher.why})",
         *(f"# note: {note}" for note in plan.job.notes),
-        *(
-            [f"# a guardian on each host starts the ranks of: {shlex.join(mask_words(plan.options.command))}"]
-            if plan.options.elastic
-            else []
-        ),
     ]
+    if note := plan.starter.note(shlex.join(mask_words(plan.options.command))):
+        lines.append(f"# {note}")
     if "OMP_NUM_THREADS" not in plan.env:
         lines.append(f"# OMP_NUM_THREADS: {plan.reasons['OMP_NUM_THREADS']}")
     if plan.env_unset:

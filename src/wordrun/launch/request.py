@@ -242,11 +242,6 @@ class Request:
         return self.job.hosts[: self.ranks.nodes]
 
     @property
-    def guarded(self) -> tuple[str, ...]:
-        """With --elastic, the hosts with guardians: those with ranks, and the spare ones."""
-        return self.job.hosts[: self.ranks.nodes + self.options.spare_nodes]
-
-    @property
     def devices(self) -> int:
         """Devices per host, on the host with the fewest."""
         return min(self.job.devices[: self.ranks.nodes])

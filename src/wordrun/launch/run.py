@@ -9,42 +9,39 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 from wordrun.common import ends
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.common.files import why
-from wordrun.launch import processes
-from wordrun.launch.elastic.guardians import Guardians
-from wordrun.launch.elastic.wire import VARIABLE
+from wordrun.launch import processes, stdin
+from wordrun.launch.connection_watch import ConnectionWatch
 from wordrun.launch.job import short
-from wordrun.launch.kills import Kills, Outcome
 from wordrun.launch.launchers.base import PASSED_ON
-from wordrun.launch.meeting import Meeting
+from wordrun.launch.messages import say
 from wordrun.launch.oom import OomWatch
-from wordrun.launch.output import LOST_STORE, MOST_RANKS, PARTIAL_S, Output, Pipe
+from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Pipe
 from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.rank_control import RankControl, StartLauncher
 from wordrun.launch.record import Record
-from wordrun.launch.stdin import forward
-from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor, say
+from wordrun.launch.retries import Outcome, Retries
+from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor
 
 CANNOT_START = 126
 
 
-def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = None) -> Outcome:
+def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None = None) -> Outcome:
     """Run ``plan`` to completion and return how it ended.
 
     Args:
         plan: what to start.
         keep_lines: whether to return the last lines that the launcher and the ranks print on stderr.
-        kills: how often guardians may restart the ranks (--elastic).
+        retries: how often the ranks may be restarted within this launch.
     """
-    idle, margin = plan.options.idle_timeout is not None, plan.options.walltime_margin
     status_dir = plan.decided.status_dir if plan.launcher.in_between else ""
     if status_dir:
         try:
@@ -52,46 +49,41 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
         except OSError as error:
             remedy = "point TMPDIR to a folder of yours" if plan.job.is_local else "launch from a folder of yours"
             raise ConfigError(f"cannot create {status_dir}: {why(error)}; {remedy}") from None
+    failure = ""
     try:
         _write_files(plan)
         record, env = _begin_record(plan)
         processes.adopt_orphans()
-        stdin = forward(plan, status_dir)
-        # Under a launcher, a closed stdin is an empty one, as rank_env.sh gives it to the other ranks.
-        inherits = not status_dir or (not stdin and plan.launcher.carries_stdin and sys.stdin is not None)
-        watch, outcome, failure = OomWatch(), Outcome(CANNOT_START), ""
+        forwarder = stdin.forward(plan, status_dir)
+        watch = OomWatch()
         output = _output(plan, status_dir)
-        guardians = None
-        if plan.options.elastic:
-            guardians = Guardians(plan, kills or Kills(), output, status_dir, record, say)
-            env[VARIABLE] = guardians.contact
-        passes = idle or plan.launcher.in_between
+        control: RankControl = resolve_name(plan.starter.control)(
+            plan, retries or Retries(), output, status_dir, record
+        )
+        env |= control.variables()
+        passes = plan.options.idle_timeout is not None or plan.launcher.in_between
         with _signals() as (arrived, ignored):
             try:
-                child = _start(plan, env, ignored, stdin=inherits, stdout=passes, stderr=passes or keep_lines)
+                child = _start(
+                    plan,
+                    env,
+                    ignored,
+                    stdin=stdin.is_inherited(plan, status_dir, forwarder),
+                    stdout=passes,
+                    stderr=passes or keep_lines,
+                )
             except OSError as error:  # no interpreter, or an argument list that is too long
                 say(f"cannot start {plan.argv[0]}: {error.strerror}")
                 output.close()
+                outcome = Outcome(CANNOT_START)
             else:
                 _read(child, output)
-                job = Supervisor(plan, child, status_dir, output, guardians)
-                if margin:
-                    job.warn_before_end(margin)
-                if guardians:
-                    guardians.nodes.begin(partial(_start_guardian, env, ignored, output))
-                meeting = Meeting(plan, child.pid, known=guardians.known if guardians else None)
-                meeting.begin()
-                status = _watch(job, arrived)
-                apart = meeting.end()
-                say(output.lost)
-                status = status or int(bool(output.lost))
-                say(apart if status == 0 else "", "launch.md#any-torch-script")
-                job.explain(status)
+                job = Supervisor(plan, child, output, control)
+                status = _supervise(job, arrived, partial(_start_launcher, env, ignored, output))
                 failure = job.failure
                 outcome = _outcome(job, status, watch, keep_lines=keep_lines)
-            if stdin:
-                missed = stdin.close()
-                say(missed if outcome.status == 0 else "", "launch.md#any-torch-script")
+            missed = forwarder.close() if forwarder else ""
+            say(missed if outcome.status == 0 else "", "launch.md#any-torch-script")
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
@@ -104,21 +96,42 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, kills: Kills | None = Non
     return outcome
 
 
+def _supervise(job: Supervisor, arrived: int, start: StartLauncher) -> int:
+    """Supervise a job until it has ended, say why it has failed, and return its status.
+
+    Args:
+        job: the job, which has started.
+        arrived: the file descriptor from which to read the numbers of signals.
+        start: starts further launchers.
+    """
+    if job.plan.options.walltime_margin:
+        job.warn_before_end(job.plan.options.walltime_margin)
+    job.control.begin(start)
+    connections = ConnectionWatch(job.plan, job.child.pid, pids=job.control.pids)
+    connections.begin()
+    status = _watch(job, arrived)
+    separate = connections.end()
+    say(job.output.lost)
+    status = status or int(bool(job.output.lost))
+    say(separate if status == 0 else "", "launch.md#any-torch-script")
+    job.explain(status)
+    return status
+
+
 def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool) -> Outcome:
     """Return how the launch ended with ``status``; say so if memory ran out."""
-    rank, memory, guardians = None, "", job.guardians
-    if status not in (0, REQUEUE) and not job.stopped_by:
+    rank, memory, stopped = None, "", bool(job.stop.first)
+    killed_status = job.plan.launcher.killed_status
+    if status not in (0, REQUEUE) and not stopped:
         if not job.failed and job.output.names_kill:
-            status = job.plan.launcher.killed_status  # which it returns when its cleaning up succeeds
-        rank = job.failed[0] if job.failed else 0 if job.plan.ranks.np == 1 else None
-        memory = watch.killed_for_memory() or (guardians.memory if guardians else "")
+            status = killed_status  # which the launcher returns when its cleaning up succeeds
+        rank = job.failed.rank if job.failed else 0 if job.plan.ranks.np == 1 else None
+        memory = watch.killed_for_memory() or job.control.memory
         say(memory, "plan.md#before-every-run")
-    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not job.stopped_by else []
-    outcome = Outcome(status, rank, memory, lines, at=job.failed_at, killed_status=job.plan.launcher.killed_status)
-    if guardians is None:
-        return outcome
-    early = "a guardian" if outcome.killed and not job.failed else ""  # before it has connected
-    return replace(outcome, lost=guardians.lost or early, uses_mpi=guardians.uses_mpi)
+    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not stopped else []
+    at = job.failed.at if job.failed else None
+    outcome = Outcome(status, rank, memory, lines, at=at, killed_status=killed_status)
+    return job.control.outcome(outcome, reported=bool(job.failed))
 
 
 def _output(plan: LaunchPlan, status_dir: str) -> Output:
@@ -127,8 +140,7 @@ def _output(plan: LaunchPlan, status_dir: str) -> Output:
     here = plan.job.is_local or [short(host) for host in plan.hosts] == [short(socket.gethostname())]
     # A file may name other hosts, and with options of its own the launcher may label or redirect the ranks' output.
     own = here and not (options.hostfile or options.launcher_args) and plan.ranks.np <= MOST_RANKS
-    # Under guardians the other ranks outlive a killed rank 0, which launch reports itself.
-    noise = "|".join(filter(None, (launcher.noise, LOST_STORE if options.elastic else "")))
+    noise = "|".join(filter(None, (launcher.noise, plan.starter.noise)))
     pipes = status_dir if own else ""
     output = Output(noise, launcher.own_lines, pipes, killed=launcher.killed, launch_id=plan.decided.launch_id)
     if output.pipes:
@@ -147,6 +159,7 @@ def _write_files(plan: LaunchPlan) -> None:
 
 
 def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
+    """Write launch.json, and return it with the launcher's environment, which names the file if it is there."""
     env = plan.environment(os.environ)
     record = Record(plan)
     try:
@@ -159,7 +172,7 @@ def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:
 
 
 def _start(
-    plan: LaunchPlan, env: dict[str, str], ignored: Sequence[int], *, stdin: bool, stdout: bool, stderr: bool
+    plan: LaunchPlan, env: Mapping[str, str], ignored: Sequence[int], *, stdin: bool, stdout: bool, stderr: bool
 ) -> subprocess.Popen[bytes]:
     """Start the command, which ignores the signals ``ignored``.
 
@@ -189,12 +202,12 @@ def _read(child: subprocess.Popen[bytes], output: Output) -> None:
                 output.add(Pipe(os.dup(stream.fileno()), sink, own=bool(output.pipes)))
 
 
-def _start_guardian(
-    env: Mapping[str, str], ignored: Sequence[int], output: Output, plan: LaunchPlan, contact: str
+def _start_launcher(
+    env: Mapping[str, str], ignored: Sequence[int], output: Output, plan: LaunchPlan, more: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher for the guardian of one node, and pass it ``contact``."""
+    """Start a further launcher, with the variables ``more``."""
     _write_files(plan)
-    child = _start(plan, {**env, VARIABLE: contact}, ignored, stdin=False, stdout=True, stderr=True)
+    child = _start(plan, {**env, **more}, ignored, stdin=False, stdout=True, stderr=True)
     _read(child, output)
     return child
 
@@ -236,7 +249,7 @@ def _watch(job: Supervisor, arrived: int) -> int:
                     if number != signal.SIGCHLD:
                         job.receive(number)
             elif not isinstance(key.data, Pipe):
-                key.data()  # a guardian's message
+                key.data()  # a function that ``job.control`` has registered
             else:
                 if key.data.sink == 2 or key.data.own:
                     job.look_for_failure()  # before other ranks' output follows the failed rank's
@@ -252,10 +265,9 @@ def _watch(job: Supervisor, arrived: int) -> int:
             job.look()
         if job.returned is None:
             job.look_at_clocks(last_output)
-    if job.guardians:
-        job.guardians.finish()
+    job.control.finish()
     processes.end_all(LEFTOVER_PATIENCE_S)
     output.drain()
-    output.close(LEFTOVER_PATIENCE_S if job.stopped_by else None)
+    output.close(LEFTOVER_PATIENCE_S if job.stop.first else None)
     job.look_for_missing()
     return job.status()

@@ -151,10 +151,18 @@ def forward(plan: LaunchPlan, folder: str) -> Stdin | None:
         return None
     here = plan.job.is_local and not plan.options.hostfile
     here = here or short(plan.hosts[0]) in (short(socket.gethostname()), "localhost")
-    by_file = not plan.launcher.carries_stdin and not plan.options.elastic and not os.isatty(0)
+    by_file = not plan.launcher.carries_stdin and plan.starter.uses_rank_env and not os.isatty(0)
     for is_pipe in [True] * here + [False] * by_file:
         with contextlib.suppress(OSError):  # such as a file system without named pipes
             thread = Stdin(folder, is_pipe=is_pipe)
             thread.start()
             return thread
     return None
+
+
+def is_inherited(plan: LaunchPlan, folder: str, forwarder: Stdin | None) -> bool:
+    """Return whether the launcher inherits stdin, because nobody forwards it.
+
+    Under a launcher, a closed stdin is an empty one, which ``rank_env.sh`` also gives to all ranks but 0.
+    """
+    return not folder or (not forwarder and plan.launcher.carries_stdin and sys.stdin is not None)

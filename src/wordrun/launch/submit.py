@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.files import why
 from wordrun.common.run_id import new_run_id
-from wordrun.launch import limits, planner, points, site_files
-from wordrun.launch.freeze import Frozen, describe, freeze
+from wordrun.launch import limits, site_files, sweeps_and_studies
+from wordrun.launch.code_snapshot import Frozen, describe, freeze
 from wordrun.launch.job_script import Origin, script
+from wordrun.launch.messages import say
 from wordrun.launch.request import Options
+from wordrun.launch.run_identity import exported_id
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
-from wordrun.launch.supervisor import say
 
 
 class SubmitError(UserError):
@@ -102,7 +103,7 @@ class Submission:
 def main(options: Options) -> int:
     """Write a job script and submit it, or print it; return the exit status."""
     done = send(options)
-    say(points.note(options))
+    say(sweeps_and_studies.note(options))
     site, scheduler, jobs = done.site, done.scheduler, done.jobs
     if options.json:
         to_come = [f"JOB{i + 1}" for i in range(options.chain)]
@@ -149,7 +150,7 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
     origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", frozen, os.environ)
     warning = "" if run_id else limits.doubt(options, site)  # those of a sweep's points have been told once
-    run_id = run_id or planner.exported_id(os.environ) or new_run_id()
+    run_id = run_id or exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
     say(warning)
     name = job_path(options.job_name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wordrun.common.run_id import new_run_id
 from wordrun.launch import limits, site_files, submit as launch_submit
-from wordrun.launch.freeze import describe
+from wordrun.launch.code_snapshot import describe
 from wordrun.launch.parser import parse
 from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler

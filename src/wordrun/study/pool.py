@@ -17,8 +17,8 @@ from typing import Any
 from wordrun.common import interrupts
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
-from wordrun.launch.plan import is_stale
-from wordrun.launch.points import quoted
+from wordrun.launch.environment import is_stale
+from wordrun.launch.sweeps_and_studies import quoted
 from wordrun.study.placements import Placement
 from wordrun.study.points import Point
 

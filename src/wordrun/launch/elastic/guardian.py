@@ -25,10 +25,10 @@ from wordrun.common.listener import UnfitError
 from wordrun.launch import processes
 from wordrun.launch.address import free_port
 from wordrun.launch.elastic import program
-from wordrun.launch.elastic.wire import VARIABLE, Link
+from wordrun.launch.elastic.connections import VARIABLE, Link
+from wordrun.launch.environment import OWN, is_stale
 from wordrun.launch.launchers.base import PASSED_ON
 from wordrun.launch.oom import OomWatch
-from wordrun.launch.plan import OWN, is_stale
 from wordrun.launch.stdin import pipe_of
 
 CONNECT_S = 60.0

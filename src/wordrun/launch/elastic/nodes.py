@@ -7,13 +7,16 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from wordrun.launch import address
+from wordrun.launch.elastic.connections import VARIABLE
+from wordrun.launch.elastic.starter import nodes_of, restart_plan
 from wordrun.launch.job import short
-from wordrun.launch.output_tail import port_taken
-from wordrun.launch.plan import LaunchPlan, guardian_again
+from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.rank_control import StartLauncher
+from wordrun.launch.retries import port_taken
 
 # A guardian is restarted on a lost node after the first of these times [s], then after twice as long, and so on.
 FIRST_TRY_S, LONGEST_PAUSE_S = 2.0, 300.0
@@ -34,13 +37,13 @@ class Nodes:
     """The launchers that were started for lost nodes, and have not ended."""
     _can_move: bool = True
     """Whether the ranks may meet at another port if theirs is taken, which they do once."""
-    _start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]] | None = None
+    _start: StartLauncher | None = None
     _tries: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When to restart a guardian on each lost node, and how long to wait after that."""
 
     def __post_init__(self) -> None:
         ranks = self.plan.ranks
-        self.count = len(self.plan.guarded)
+        self.count = len(nodes_of(self.plan))
         spare = self.count - ranks.nodes
         self.layout = (*ranks.layout, *[0] * spare)
         """The ranks on each node."""
@@ -73,8 +76,8 @@ class Nodes:
         self._can_move = False
         return True
 
-    def begin(self, start: Callable[[LaunchPlan, str], subprocess.Popen[bytes]]) -> None:
-        """Restart guardians on lost nodes from now on: ``start`` starts a launcher, whose guardian gets the text."""
+    def begin(self, start: StartLauncher) -> None:
+        """Restart guardians on lost nodes from now on: ``start`` starts a launcher."""
         self._start = start
 
     def variables(self) -> dict[str, str]:
@@ -107,8 +110,8 @@ class Nodes:
             if now > due and node not in self.ready and node not in self.launchers and self._start is not None:
                 self._tries[node] = now + pause, min(2 * pause, LONGEST_PAUSE_S)
                 with contextlib.suppress(OSError):
-                    plan = guardian_again(self.plan, node, os.environ)
-                    self.launchers[node] = self._start(plan, f"{contact} {node}")
+                    plan = restart_plan(self.plan, node, os.environ)
+                    self.launchers[node] = self._start(plan, {VARIABLE: f"{contact} {node}"})
 
     def notice(self, ended: Collection[int]) -> None:
         """Forget the launchers whose process IDs are in ``ended``."""
@@ -122,9 +125,9 @@ class Nodes:
 
 def own_address(plan: LaunchPlan) -> str:
     """Return the address at which the guardians reach this process."""
-    first = plan.hosts[0]
-    if len(plan.guarded) == 1 and (plan.job.is_local or short(first) == short(socket.gethostname())):
+    first, guarded = plan.hosts[0], nodes_of(plan)
+    if len(guarded) == 1 and (plan.job.is_local or short(first) == short(socket.gethostname())):
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((plan.env["MASTER_ADDR"] if len(plan.hosts) > 1 else plan.guarded[-1], 9))  # sends nothing
+        probe.connect((plan.env["MASTER_ADDR"] if len(plan.hosts) > 1 else guarded[-1], 9))  # sends nothing
         return str(probe.getsockname()[0])

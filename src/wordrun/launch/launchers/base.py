@@ -48,8 +48,8 @@ class Launcher:
     """The only scheduler in whose jobs it works; empty: any."""
     anywhere: ClassVar[bool] = False
     """Whether it may be chosen on an unknown machine."""
-    starts_guardians: ClassVar[bool] = True
-    """Whether it can start the guardians of --elastic, which in turn start the ranks."""
+    restarts_ranks: ClassVar[bool] = False
+    """Whether it restarts ranks itself, in a way of its own."""
     in_sites: ClassVar[bool] = True
     """Whether a site file may name it."""
     site_keys: ClassVar[tuple[str, ...]] = ()

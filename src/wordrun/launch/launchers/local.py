@@ -61,17 +61,3 @@ class Local(Launcher):
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
         """Forward every signal unchanged."""
         processes.send(pid, number, group=not self.keeps_terminal())
-
-
-class Alone(Local):
-    """The same for the guardian of the only node (--elastic), through which the ranks' statuses pass."""
-
-    in_between = True
-
-    def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return those of every launcher."""
-        return Launcher.variables(self, request)
-
-    def keeps_terminal(self) -> bool:
-        """Return False: several ranks cannot share a terminal."""
-        return False

@@ -17,7 +17,7 @@ class Torchrun(Launcher):
     """Starts ranks on this host if there is no mpiexec."""
 
     name = "torchrun"
-    starts_guardians = False  # it restarts ranks itself, in its own way
+    restarts_ranks = True
     in_sites = False
     stale = (
         "RANK",

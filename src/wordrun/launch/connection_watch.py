@@ -32,7 +32,7 @@ WEB = (80, 443, 3128, 8080)
 
 
 @dataclass
-class Meeting:
+class ConnectionWatch:
     """What is seen of the ranks on this host until they have met."""
 
     plan: LaunchPlan
@@ -43,8 +43,8 @@ class Meeting:
     """The torch and MPI libraries that ranks have loaded."""
     variables: set[str] = field(default_factory=set)
     """Prefixes of the variables by which MPI libraries find the other ranks."""
-    known: Callable[[], Mapping[int, int]] | None = None
-    """Returns the process IDs by rank; None: the ranks have the variable RANK."""
+    pids: Callable[[], Mapping[int, int] | None] = field(default=lambda: None)
+    """Returns the process IDs by rank; None: the ranks are those processes that have a RANK."""
     _ranks: dict[int, str] = field(default_factory=dict)
     """Ranks by process ID."""
     _of_launcher: set[tuple[str, str]] = field(default_factory=set)
@@ -175,9 +175,10 @@ class Meeting:
         """Yield this launch's processes on this host and their ranks, the launcher's own first."""
         # In a job, daemons may start the ranks (srun, PALS).
         found = processes.of_launch(self.launcher, self.plan.decided.launch_id, is_step=not self.plan.job.is_local)
-        if self.known is not None:
-            self._ranks = {pid: str(rank) for rank, pid in self.known().items()}
-        for pid in found - {*self._ranks} if self.known is None else ():
+        known = self.pids()
+        if known is not None:
+            self._ranks = {pid: str(rank) for rank, pid in known.items()}
+        for pid in found - {*self._ranks} if known is None else ():
             words = read_proc(f"/proc/{pid}/environ").split("\0")
             # rank_env.sh exports RANK to its command; its own shell does not have it.
             rank = next((word[5:] for word in words if word.startswith("RANK=")), "")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.launch.kills import Kills, Outcome
 from wordrun.launch.launchers.hydra import Hydra
+from wordrun.launch.retries import Outcome, Retries
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -61,9 +61,11 @@ def test_a_training_that_is_killed_goes_on(tmp_path: Path, steps: str, status: i
 
 
 def test_a_kill_for_memory_is_not_tried_again() -> None:
-    kills = Kills()
-    assert kills.fault(Outcome(137, failed=1, memory="the kernel killed python because memory ran out"), "") is None
-    assert kills.refusal == "relaunching would need as much memory"
+    retries = Retries()
+    assert (
+        retries.after_kill(Outcome(137, failed=1, memory="the kernel killed python because memory ran out"), "") is None
+    )
+    assert retries.refusal == "relaunching would need as much memory"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_a_kill_for_memory_is_not_tried_again() -> None:
     ],
 )
 def test_which_endings_are_kills(outcome: Outcome, killed: bool) -> None:
-    assert (Kills().fault(outcome, "") is not None) == killed
+    assert (Retries().after_kill(outcome, "") is not None) == killed
 
 
 # A process of Hydra's that cleans up fails, too, and mpiexec returns 255 instead of 9: recorded with MPICH 5.0.2.
@@ -132,10 +134,10 @@ def test_other_ranks_and_other_steps_are_other_deaths(tmp_path: Path) -> None:
     """The record in outputs/launches is a link into the run's directory."""
     (tmp_path / "run").mkdir()
     (tmp_path / "launch.json").symlink_to(tmp_path / "run" / "launch.json")
-    kills = Kills()
+    retries = Retries()
 
     def again(rank: int, step: int) -> bool:
         (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": {step}, "loss": 2.0}}\n')
-        return kills.fault(Outcome(137, failed=rank), str(tmp_path / "launch.json")) is not None
+        return retries.after_kill(Outcome(137, failed=rank), str(tmp_path / "launch.json")) is not None
 
     assert [again(0, 5), again(1, 5), again(0, 6), again(1, 5)] == [True, True, True, False]

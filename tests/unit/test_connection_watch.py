@@ -18,7 +18,7 @@ from test_world import AURORA, POLARIS
 
 from wordrun.dist import World
 from wordrun.dist.rendezvous import _host_store
-from wordrun.launch.meeting import LISTENING, Meeting, connections
+from wordrun.launch.connection_watch import LISTENING, ConnectionWatch, connections
 
 if TYPE_CHECKING:
     from conftest import Start
@@ -71,13 +71,13 @@ def tell(start: Start) -> Iterator[Tell]:
         rank.stdin.close()
 
 
-def watching(launcher: str = "pals", *, local: bool = False) -> Meeting:
+def watching(launcher: str = "pals", *, local: bool = False) -> ConnectionWatch:
     """Return the watch of a launch whose ranks are this process's, or found by their launch ID, as in a job."""
     plan = SimpleNamespace(
         ranks=SimpleNamespace(np=2), launcher=SimpleNamespace(name=launcher), env={"MASTER_PORT": "1"},
         hosts=("n1",), decided=SimpleNamespace(launch_id=f"test-{os.getpid()}"), job=SimpleNamespace(is_local=local),
     )  # fmt: skip
-    return Meeting(plan, os.getpid())  # type: ignore[arg-type]
+    return ConnectionWatch(plan, os.getpid())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["below launch", "started by daemons"])

@@ -1,0 +1,164 @@
+"""``--retries``: whether a launch that has failed is worth another attempt.
+
+A fault is a failure that a relaunch can cure: in nodes, network or launcher, never in the user's program. In a series
+of runs at ALCF, 63 jobs were relaunched after arbitrary failures; 7 relaunches helped, and the others repeated the
+error. So only two kinds of failures count as faults: those that a launcher reports, and ranks killed by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from wordrun.common.errors import REQUEUE
+from wordrun.launch.launchers import LAUNCHERS
+
+KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+"""Signals that may kill a rank through no fault of its program, so that a relaunch may succeed."""
+# A line's pattern, its meaning, and the group that names the host to leave out (0: none).
+PATTERNS: tuple[tuple[str, str, int], ...] = (
+    *(fault for launcher in LAUNCHERS.values() for fault in launcher.faults),
+    (r"No VNIs available", "the fabric has no free network identifier", 0),
+    (r"CXI alloc failed on cxi\d+", "an earlier job has not yet released the fabric's resources", 0),
+    (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
+)
+TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+# The end of metrics.jsonl in which the last step is looked for [bytes].
+METRICS_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A failure that may not happen again."""
+
+    meaning: str
+    line: str
+    """The evidence: the launcher's line, or the signal."""
+    hosts: tuple[str, ...]
+    """Hosts to leave out, as the launcher names them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended."""
+
+    status: int
+    failed: int | None = None
+    """The first rank to fail, if it is known."""
+    memory: str = ""
+    """The evidence that the kernel killed a rank because memory ran out."""
+    last_lines: list[str] = field(default_factory=list)
+    """The last lines that the launcher and the ranks printed on stderr, if they passed through launch."""
+    lost: str = ""
+    """A process, named as in messages, that was lost and that only a relaunch replaces; empty: none."""
+    cause: str = ""
+    """Why the rank or that process ended, for run.json; empty: the signal of ``status``."""
+    pid: int | None = None
+    """The process ID of the first rank to fail, if it is known."""
+    at: float | None = None
+    """When it failed, as seconds since the epoch; None: when launch ended."""
+    killed_status: int = 128 + signal.SIGKILL
+    """The launcher's status if SIGKILL ended a rank that could not report it."""
+    needs_launcher: str = ""
+    """Why the launcher itself has to start the ranks (``RankStarter``), for a message; empty: it need not, or did."""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal of KILLERS that ended the first rank to fail."""
+        if self.failed is None and self.status == self.killed_status:
+            return signal.SIGKILL
+        return next((each for each in KILLERS if each == self.status - 128), None)
+
+    @property
+    def killed(self) -> bool:
+        """Whether such a signal ended it."""
+        return self.signal is not None
+
+
+@dataclass
+class Retries:
+    """The relaunches that are left, and the kills after which the ranks were restarted."""
+
+    left: int = 0
+    """How many times ranks may still be restarted."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """The kills so far, for run.json."""
+    seen: set[tuple[int | str | None, int | None]] = field(default_factory=set)
+    """Who was killed, and after which step."""
+    refusal: str = ""
+    """Why another launch would not help."""
+
+    def after_kill(self, outcome: Outcome, record: str) -> Fault | None:
+        """Return the fault if something was killed, and neither for memory nor for the second time at the same step.
+
+        Args:
+            outcome: how the launch ended.
+            record: path of its launch.json.
+        """
+        self.refusal = ""
+        if not (outcome.killed or outcome.lost):
+            return None
+        rank = "a rank" if outcome.failed is None else f"rank {outcome.failed}"
+        victim, what = (outcome.lost, "lost") if outcome.lost else (rank, "killed")
+        step = last_step(record)
+        at = "" if step is None else f" at step {step}"
+        if outcome.memory:
+            self.refusal = "relaunching would need as much memory"
+            return None
+        if (victim, step) in self.seen:
+            self.refusal = f"{victim} was {what} twice{at}, so relaunching would not help"
+            return None
+        self.seen.add((victim, step))
+        cause = outcome.cause or (outcome.signal.name if outcome.signal else "")
+        when = time.time() if outcome.at is None else outcome.at
+        self.faults.append(
+            {"rank": outcome.failed, "pid": outcome.pid, "cause": cause, "last_step": step, "time": when}
+        )
+        detail = f"{cause}, not for lack of memory on this host" if cause == "SIGKILL" else cause
+        return Fault(f"{victim} was {what}{at}", detail, ())
+
+    def use_one(self) -> None:
+        """Count a restart of the ranks."""
+        self.left -= 1
+
+
+def last_step(record: str) -> int | None:
+    """Return the last step in the metrics of a launch's run, whose directory has the record; None: unknown."""
+    try:
+        with open(os.path.join(os.path.dirname(os.path.realpath(record)), "metrics.jsonl"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - METRICS_BYTES))
+            steps = re.findall(rb'"step": *(\d+)', file.read())
+    except OSError:
+        return None
+    return int(steps[-1]) if steps else None
+
+
+def reported_fault(lines: Iterable[str], status: int) -> Fault | None:
+    """Return the fault that the last lines of a failed launch report; None: a relaunch would only fail again.
+
+    Args:
+        lines: what the launcher and the ranks printed last.
+        status: exit status; 0, 2 (invalid options) and 75 (a run to resume) are never faults.
+    """
+    if status in (0, 2, REQUEUE):
+        return None
+    first: Fault | None = None
+    hosts: list[str] = []
+    for line in lines:
+        for pattern, meaning, group in PATTERNS:
+            match = re.search(pattern, line, re.IGNORECASE)
+            if match:
+                hosts += [match[group].rstrip(":,.")] if group else []
+                first = first or Fault(meaning, line.strip(), ())
+                break
+    return Fault(first.meaning, first.line, tuple(dict.fromkeys(hosts))) if first else None
+
+
+def port_taken(lines: Iterable[str], port: int) -> bool:
+    """Return whether ``lines`` contain torch's report that rank 0 could not listen on ``port``."""
+    return any(TAKEN.search(line) and re.search(rf"\b{port}\b", line) for line in lines)
