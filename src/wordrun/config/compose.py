@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import LOGGER
 from wordrun.common.run_dir import CHECKPOINTS, locate
 from wordrun.common.run_id import new_run_id
+from wordrun.common.secrets import is_secret
 from wordrun.config import project
 from wordrun.config.messages import REFUSALS, diagnose, name_of, option_names, unknown_option
 from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
-from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, schemas
+from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, as_dict, schemas
 from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.model.options import ModelConfig
 from wordrun.train.options import DTYPES, ScheduleConfig
@@ -173,7 +174,8 @@ def to_config(
             composed.pop("hydra", None)  # in a sweep, Hydra has already removed it
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
-        cfg = replace(cfg, run_dir=directory)
+        secrets = dict(_from_secret_variables(OmegaConf.to_container(composed)))
+        cfg = replace(cfg, run_dir=directory, secrets=secrets)
         if checked:
             check(cfg, ranks, per_node)
         if not problems:
@@ -183,6 +185,15 @@ def to_config(
     except OmegaConfBaseException as error:
         problems.append(f"{error.full_key or 'config'}: {first_line(error)}")
     raise ConfigError("\n".join(problems))
+
+
+def _from_secret_variables(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name of each option in which a secret environment variable is interpolated, and what is written."""
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _from_secret_variables(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and any(map(is_secret, re.findall(r"\$\{oc\.env:\s*['\"]?(\w+)", value))):
+            yield f"{prefix}{name}", value
 
 
 def _without_old_values(cfg: Config) -> Config:
@@ -275,9 +286,9 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
     yield from walk(composed, "")
 
 
-def as_yaml(cfg: Any) -> str:
-    """Return ``cfg`` (a Config or a part of one) as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))  # structured, it takes twice as long
+def as_yaml(cfg: Config) -> str:
+    """Return ``cfg`` as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_dict(cfg)))  # structured, it takes twice as long
 
 
 SCHEMA = "schema"

@@ -39,6 +39,9 @@ class Config(Freezable):
     metrics: dict[str, MetricConfig] = field(default_factory=dict)
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
+    secrets: dict[str, str] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
+    """Options whose values are those of secret environment variables, such as tracker.mlflow.uri, and what was written
+    for them, such as ${oc.env:API_KEY}, which is what records have."""
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -88,7 +91,7 @@ RENAMED: dict[str, str] = {
 }
 """Options that have a better name now, old to new; the old names are accepted until the next release."""
 
-SECTIONS = tuple(f.name for f in fields(Config) if f.name != "run_dir")
+SECTIONS = tuple(f.name for f in fields(Config) if f.name not in ("run_dir", "secrets"))
 SEVERAL = ("tracker", "hooks", "metrics")
 """Sections of which a run can have several parts: mappings from the name of a part to its options."""
 
@@ -104,19 +107,32 @@ def parts_in(cfg: Any) -> dict[str, Any]:
     return found
 
 
+def as_dict(cfg: Config) -> dict[str, Any]:
+    """Return ``cfg`` as dictionaries for records, in which no value is a secret."""
+    values = asdict(cfg)
+    for name, written in values.pop("secrets").items():
+        *path, last = name.split(".")
+        options = values
+        for key in path:
+            options = options[key]
+        options[last] = written
+    return values
+
+
 def to_plain(cfg: Config) -> dict[str, dict[str, Any]]:
     """Return ``cfg`` as dictionaries for JSON, each part of it with the name of its schema."""
+    values = as_dict(cfg)
 
-    def plain(section: str, options: Section) -> dict[str, Any]:
+    def plain(section: str, options: Section, values: dict[str, Any]) -> dict[str, Any]:
         schema = next((name for name, part in schemas(section).items() if part.configures(options)), None)
         if schema is None:
             part_of(section, options)  # raises
-        return {"schema": schema, **asdict(options)}  # type: ignore[call-overload]
+        return {"schema": schema, **values}
 
     return {
-        section: {name: plain(section, options) for name, options in getattr(cfg, section).items()}
+        section: {name: plain(section, each, values[section][name]) for name, each in getattr(cfg, section).items()}
         if section in SEVERAL
-        else plain(section, getattr(cfg, section))
+        else plain(section, getattr(cfg, section), values[section])
         for section in SECTIONS
     }
 

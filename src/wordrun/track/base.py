@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import UserError
 from wordrun.common.section import value_text
 from wordrun.config.registry import parts
-from wordrun.config.schema import Config
+from wordrun.config.schema import Config, as_dict
 
 LEGEND = {
     "step": "number of optimizer steps so far",
@@ -76,7 +76,7 @@ class RunInfo:
 
     def flat(self) -> dict[str, bool | int | float | str]:
         """Return the config and the facts by names such as model.n_layer, for trackers that take no nested values."""
-        return {**dict(_flat(asdict(self.cfg))), **dict(_flat(self.facts))}
+        return {**dict(_flat(as_dict(self.cfg))), **dict(_flat(self.facts))}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:

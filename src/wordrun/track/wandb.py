@@ -13,13 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from wordrun.common.errors import UserError, first_line, nearest
 from wordrun.common.log import LOGGER
+from wordrun.config.schema import as_dict
 from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.jsonl import between
 from wordrun.track.options import WandbConfig
@@ -68,7 +68,7 @@ class WandbTracker(BackgroundTracker):
             "tags": options.tags,
             "dir": str(run.path),
             "name": run.path.name,
-            "config": {**asdict(run.cfg), **run.facts},
+            "config": {**as_dict(run.cfg), **run.facts},
             "id": self._id,
             "settings": wandb.Settings(console="off", silent=True, **known),
             **more,
