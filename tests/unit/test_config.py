@@ -25,7 +25,7 @@ from wordrun.config import schema as config
 from wordrun.config.compose import Tree, as_yaml, compose
 from wordrun.config.registry import KINDS, field_docs
 from wordrun.config.rules import check
-from wordrun.config.schema import SECTIONS, SEVERAL, Config, schemas
+from wordrun.config.schema import SECTIONS, SEVERAL, Config, as_dict, schemas
 from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.options import BPETokenizerConfig, HFTokenizerConfig
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
@@ -207,7 +207,7 @@ def test_a_dtype_is_what_it_says(spelling: str, dtype: str) -> None:
 
 def test_a_config_survives_its_own_yaml(plain: Config) -> None:
     content = yaml.safe_load(as_yaml(plain))
-    assert content == asdict(plain)
+    assert content == as_dict(plain)
 
 
 # Sizes as published, to the last parameter: of the released models of GPT-2, LLaMA-160M, and Llama 2 and 3.
@@ -319,7 +319,7 @@ def test_an_experiment_that_names_a_backend_without_its_options_is_refused(tmp_p
 def test_the_same_config_comes_from_python_and_from_the_command(command: Command) -> None:
     words = ["data=sample", "model.n_layer=2", "optimizer.gas=3", "hydra.run.dir=here"]
     done = command("wordrun", *words, "--cfg", "job")
-    from_python = asdict(wordrun.compose(words))
+    from_python = as_dict(wordrun.compose(words))
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout) == {**from_python, "run_dir": ""}
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from wordrun.common.errors import ConfigError
+from wordrun.common.secrets import mask, mask_words
 from wordrun.launch import record, run
 from wordrun.launch.address import free_port, is_free, unresolved
 from wordrun.launch.environment import is_stale, threads
@@ -29,7 +30,6 @@ from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.request import Decided, Identity, Options
 from wordrun.launch.schedulers import find_job
-from wordrun.launch.secrets import mask, mask_words
 
 pytestmark = pytest.mark.unit
 

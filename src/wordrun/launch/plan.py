@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from wordrun.common import cgroup
 from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.secrets import mask_words
 from wordrun.launch import address
 from wordrun.launch.environment import environment, is_stale
 from wordrun.launch.job import Job, hold_back, local_host
@@ -22,7 +23,6 @@ from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.request import Decided, Identity, Options, Ranks, Request
 from wordrun.launch.run_identity import choose_run, file_name, records_folder
 from wordrun.launch.schedulers import SCHEDULERS, find_job
-from wordrun.launch.secrets import mask_words
 from wordrun.launch.site import UNKNOWN, Site
 
 # Variables of a process, a host or Open MPI itself, which are not forwarded to other hosts.

@@ -15,12 +15,12 @@ from typing import Any
 from wordrun.common.errors import REQUEUE, short_lines
 from wordrun.common.files import read_json, replace
 from wordrun.common.run_dir import DIED, RECORD, in_use
+from wordrun.common.secrets import mask, mask_words
 from wordrun.common.version import __version__
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.request import Ranks
-from wordrun.launch.secrets import mask, mask_words
 from wordrun.launch.site import Site
 
 # Longer host lists are truncated; --json prints all hosts.
