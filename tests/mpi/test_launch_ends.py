@@ -107,6 +107,15 @@ def test_ranks_that_had_ended_before_another_failed_are_named(
     assert record(tmp_path)["failure"].startswith("rank 0 ended with exit status 3")
 
 
+def test_a_rank_is_named_whose_shell_is_killed(command: Command, tmp_path: Path) -> None:
+    """Nobody reports its end; mpiexec names a process, and not the one that was killed first."""
+    done = command(LAUNCH, "-n", "2", "sh", "-c", 'sleep 1; [ $RANK = 0 ] || kill -9 "$PPID"; sleep 5')
+    assert done.returncode == 9
+    said = "rank 1: its rank_env.sh, the shell that reports how it ends, was killed"
+    assert f"launch: {said}\n" in done.stderr
+    assert record(tmp_path)["failure"].split("\n")[0] == said
+
+
 def test_mpi_that_kills_for_a_rank_that_left_without_finalizing(command: Command, tmp_path: Path) -> None:
     (tmp_path / "leave.py").write_text(
         "import os\nfrom mpi4py.MPI import COMM_WORLD as comm\ncomm.rank == 1 and os._exit(0)\ncomm.recv(source=1)\n"
@@ -116,12 +125,17 @@ def test_mpi_that_kills_for_a_rank_that_left_without_finalizing(command: Command
     assert "launch: rank 1 had ended with exit status 0\n" in done.stderr
 
 
+def both(done: str) -> str:
+    """Return a command with which each of two ranks waits until the other has come as far as this one."""
+    return f"touch {done}$RANK; while [ ! -e {done}0 ] || [ ! -e {done}1 ]; do sleep 0.05; done"
+
+
 @pytest.mark.parametrize(
     ("words", "script"),
     [
         (["--env", "WORDRUN_STATUS_DIR=/nonexistent", "--hostfile", "hosts"], ""),
         (["--env", "WORDRUN_STATUS_DIR=/nonexistent", "--hostfile", "hosts", "--launcher-args", "-prepend-rank"], ""),
-        ([], "touch $RANK; while [ ! -e 0 ] || [ ! -e 1 ]; do sleep 0.05; done; rm -rf $WORDRUN_STATUS_DIR; "),
+        ([], "rm -rf $WORDRUN_STATUS_DIR; "),
     ],
     ids=["not on the rank's host", "with labels", "removed"],
 )
@@ -130,7 +144,9 @@ def test_without_the_folder_ranks_report_through_the_launcher(
 ) -> None:
     (tmp_path / "hosts").write_text("localhost:2\n")
     for status in (0, 3):
-        code = f"{script}printf unfinished >&2; exit $((RANK * {status}))"
+        (tmp_path / f"{status}").mkdir()  # here ranks wait until both have begun, and until both have printed
+        after = f"printf unfinished >&2; {both('printed')}; exit $((RANK * {status}))"
+        code = f"cd {tmp_path}/{status}; {both('begun')}; {script}{after}"
         done = command(LAUNCH, *words, "-n", "2", "sh", "-c", code)
         assert done.returncode == status
         assert ("launch: rank 1 ended with exit status 3\n" in done.stderr) == bool(status)

@@ -49,7 +49,7 @@ ENTRIES = {"wordrun.api", "wordrun.cli", "wordrun.__main__", "wordrun.launch.__m
 # Imports that go up nevertheless.
 UPWARD = {
     # A guardian imports what the command that it forks will import.
-    ("wordrun.launch.elastic.program", "wordrun.commands.train"),
+    ("wordrun.launch.elastic.guardian", "wordrun.commands.train"),
 }
 # Packages that offer names of their modules lazily.
 LAZY = {

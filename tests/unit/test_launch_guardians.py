@@ -15,7 +15,7 @@ import pytest
 from wordrun.common import listener
 from wordrun.common.errors import ConfigError
 from wordrun.common.listener import UnfitError
-from wordrun.launch.elastic import control, guardian, nodes, program as imported_before
+from wordrun.launch.elastic import control, guardian, nodes
 from wordrun.launch.elastic.connections import VARIABLE, Link, message_in
 from wordrun.launch.elastic.control import Answers, GuardianControl
 from wordrun.launch.elastic.starter import nodes_of, python_command
@@ -423,7 +423,7 @@ def test_importing_for_the_ranks_starts_no_device(command: Command) -> None:
     """A process that has started CUDA cannot be forked. A module that is renamed fails here, and not in a guardian."""
     program = f"""
 import importlib
-for name in ("torch", *{imported_before.FOR_WORDRUN!r}):
+for name in ("torch", *{guardian.FOR_WORDRUN!r}):
     importlib.import_module(name)
 import torch
 print(torch.cuda.is_initialized())

@@ -15,12 +15,12 @@ import pytest
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch import limits, site_files
-from wordrun.launch.job_script import Origin, margin, script
+from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse
-from wordrun.launch.request import seconds
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
 from wordrun.launch.submit import SubmitError, commands, submit, write
+from wordrun.launch.walltime import default_margin, seconds
 
 ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
 RUN_ID = "20260102-030405-abcd"
@@ -341,7 +341,7 @@ MARGINS = {
 @pytest.mark.parametrize(("words", "seconds"), MARGINS.values(), ids=MARGINS)
 def test_default_margins_before_the_time_limit(words: str, seconds: float | None) -> None:
     options = parse(["--submit", *words.split()])
-    assert margin(options) == seconds
+    assert default_margin(options) == seconds
     slurm = script(options, UNKNOWN, SCHEDULERS["slurm"], ORIGIN, RUN_ID)
     assert re.findall(r"--signal=USR1@(\d+)\n", slurm) == ([str(seconds)] if seconds else [])
     assert "--walltime-margin" not in slurm

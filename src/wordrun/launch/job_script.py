@@ -11,13 +11,11 @@ from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch import limits, sweeps_and_studies
 from wordrun.launch.code_snapshot import Frozen
 from wordrun.launch.parser import INNER
-from wordrun.launch.request import Options, seconds
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
+from wordrun.launch.walltime import default_margin
 
-# Default --walltime-margin for wordrun: MARGIN_S seconds, but at most 1/MARGIN_PART of the walltime.
-MARGIN_S = 120.0
-MARGIN_PART = 20
 # System prefixes are not environments: put first in PATH, they would hide what a site's modules provide.
 SYSTEM = ("/usr", "/usr/local")
 # Variables of the submitting shell that a job needs, too; never those with keys. FOLDERS name folders.
@@ -56,7 +54,7 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
     problems = limits.problems(options, site, scheduler)
     if problems:
         raise ConfigError("\n".join(problems))
-    options = replace(options, walltime_margin=margin(options))
+    options = replace(options, walltime_margin=default_margin(options))
     lines = [
         # A login shell: many sites define `module` only there.
         "#!/bin/bash --login",
@@ -107,13 +105,6 @@ def _environment(prefix: str, modules: bool) -> tuple[list[str], str]:
     if modules and (prefix in SYSTEM or not there):
         return [], ""
     return [f"export {path}"], prefix if there else ""
-
-
-def margin(options: Options) -> float | None:
-    """Return --walltime-margin, or its default for wordrun's training; None: other commands may not handle SIGUSR1."""
-    if options.walltime_margin is not None or options.walltime is None or not options.trains:
-        return options.walltime_margin
-    return min(MARGIN_S, seconds(options.walltime) // MARGIN_PART)
 
 
 def _ending(options: Options, scheduler: Scheduler) -> list[str]:

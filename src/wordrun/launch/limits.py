@@ -9,9 +9,10 @@ from typing import Any
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.launch import sweeps_and_studies
 from wordrun.launch.job import Job
-from wordrun.launch.request import Options, Ranks, seconds
+from wordrun.launch.request import Options, Ranks
 from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
+from wordrun.launch.walltime import seconds
 
 # More ranks per core than this would spend their time waiting for each other.
 PER_CORE = 8

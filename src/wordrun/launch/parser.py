@@ -12,8 +12,9 @@ from typing import Any
 
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.request import Options, seconds
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.walltime import seconds
 
 # How often --elastic restarts ranks, without --retries.
 ELASTIC_RETRIES = 10

@@ -159,6 +159,12 @@ def is_stopped(pid: int) -> bool:
     return read_proc(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] == ["T"]
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended (Linux; elsewhere True)."""
+    state = read_proc(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
+    return sys.platform != "linux" or (bool(state) and state[0] not in "ZX")
+
+
 def orphans(child: int) -> bool:
     """Return whether launch has adopted any processes, that is, has children other than ``child`` (Linux)."""
     return any(int(pid) != child for pid in read_proc(f"/proc/self/task/{os.getpid()}/children").split())

@@ -122,6 +122,7 @@ run() { # in a subshell, where these signals end it: launch writes the file befo
 }
 exec 3>&2 2>/dev/null # or this shell would report a signal that ends its rank ("Killed"), as launch does
 if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # pipes of its own, so that lines of different ranks do not mix
+  echo "$$" >"$WORDRUN_STATUS_DIR/$RANK.pid" # with which launch notices that this shell was killed
   (run "$@") >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err" 3>&-
 else
   (run "$@") 2>&3 3>&-

@@ -135,19 +135,6 @@ def arguments_of_wordrun(command: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-def seconds(walltime: str) -> int:
-    """Convert ``[D-]H:MM:SS`` to seconds.
-
-    Raises:
-        ValueError: ``walltime`` has another format.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", walltime)
-    if not match:
-        raise ValueError("should be H:MM:SS, such as 1:00:00")
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-    return ((24 * days + hours) * 60 + minutes) * 60 + rest
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The number of ranks on each host."""

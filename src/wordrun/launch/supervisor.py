@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from wordrun.launch.output_tail import lines_of
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.rank_control import RankControl
 from wordrun.launch.schedulers import SCHEDULERS
+from wordrun.launch.walltime import WalltimeWarning
 
 IDLE_STATUS = 124
 # A job asked to stop gets time to finish its step and write its files. In a scheduler's job, which may save large
@@ -60,45 +60,6 @@ class Deadline:
         """Call what is due."""
         if time.monotonic() > self._at:
             self._then()
-
-
-class WalltimeWarning:
-    """The moment at which the ranks are warned that the job's walltime ends (--walltime-margin).
-
-    A thread finds out when that is, because the scheduler may be slow to answer.
-    """
-
-    def __init__(self) -> None:
-        self._at = float("inf")  # seconds since 1970
-        self._asking: threading.Thread | None = None
-
-    def begin(self, plan: LaunchPlan, margin_s: float, is_running: Callable[[], bool]) -> None:
-        """Find out the moment, ``margin_s`` before the walltime ends."""
-
-        def ask() -> None:
-            end = plan.job.ends_at
-            if end is None:  # the query dies with this process, which may exit before this thread starts
-                dies_with_us = processes.before_exec(own_group=False, death_signal=signal.SIGKILL)
-                end = SCHEDULERS[plan.job.scheduler].end_time(plan.job.id, dies_with_us)
-            if end is not None:
-                self._at = end - margin_s
-            elif is_running():
-                say(f"--walltime-margin {margin_s:g}: cannot determine the job's end time, so ranks will not be warned")
-
-        self._asking = threading.Thread(target=ask, daemon=True)
-        self._asking.start()
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the scheduler's command may be running, as a child of this process."""
-        return self._asking is not None and self._asking.is_alive()
-
-    def take(self) -> bool:
-        """Return True once, when it is time."""
-        if time.time() <= self._at:
-            return False
-        self._at = float("inf")
-        return True
 
 
 @dataclass
@@ -164,6 +125,28 @@ class EndReports:
         told = {int(text) for name, text in self.output.reports if name.startswith(ends.PREFIX)}
         return told | ends.ended(self.folder)
 
+    def unreported(self) -> int | None:
+        """Return the only rank on this host whose ``rank_env.sh`` has ended without a report; None: none, or several.
+
+        Several end so when a launcher kills the ranks, as after MPI_Abort.
+        """
+        gone = [rank for rank, pid in self._shells().items() if not processes.is_running(pid)]
+        reported = {rank for _, rank, _, _ in self.failures()} | self.succeeded()
+        lost = [rank for rank in gone if rank not in reported]
+        return lost[0] if len(lost) == 1 else None
+
+    def _shells(self) -> dict[int, int]:
+        """Return the process IDs of ``rank_env.sh``, by rank, where it leaves them: if all ranks are on this host."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name.endswith(".pid"):
+                    with open(entry.path) as file:
+                        pid = file.read().strip()
+                    if pid:
+                        found[int(entry.name.removesuffix(".pid"))] = int(pid)
+        return found
+
     def refresh(self) -> None:
         """Make a client of NFS list the folder anew, which it does after it has changed the folder."""
         with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.folder):
@@ -190,6 +173,8 @@ class Supervisor:
     failed: RankFailure | None = None
     failure: str = ""
     """What has failed, for messages and the record: a rank, or the ranks that have not ended by themselves."""
+    unreported: int | None = None
+    """The rank whose ``rank_env.sh`` was killed, so that nobody reports how the rank ends."""
     stop: StopRequests = field(default_factory=StopRequests)
     deadline: Deadline = field(default_factory=Deadline)
     walltime: WalltimeWarning = field(default_factory=WalltimeWarning)
@@ -199,6 +184,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._begun = time.time()
         self._reports = EndReports(self.control.status_dir, self.output)
+        self._unreported_before: int | None = None
 
     @property
     def status_dir(self) -> str:
@@ -212,13 +198,23 @@ class Supervisor:
 
     def warn_before_end(self, margin_s: float) -> None:
         """Send SIGUSR1 to the ranks ``margin_s`` before the job's walltime ends."""
-        self.walltime.begin(self.plan, margin_s, lambda: self.returned is None)
+        job = self.plan.job
+
+        def ask() -> float | None:
+            if job.ends_at is not None:
+                return job.ends_at
+            # The scheduler's command dies with this process, which may exit before the command has started.
+            dies_with_us = processes.before_exec(own_group=False, death_signal=signal.SIGKILL)
+            return SCHEDULERS[job.scheduler].end_time(job.id, dies_with_us)
+
+        self.walltime.begin(ask, margin_s, is_running=lambda: self.returned is None)
 
     def look(self) -> None:
         """Check for failed ranks and leftover processes."""
         if self.status_dir:
             self.next_look = time.monotonic() + POLL_S
             self.look_for_failure()
+            self.look_for_unreported()
             self.end_what_ranks_left()
 
     def notice(self, ended: Mapping[int, int]) -> None:
@@ -260,6 +256,14 @@ class Supervisor:
             self.failed.listen_until = time.monotonic() + LAST_LINES_S
             self.failed.listen(self.output)
             say(self.failure, "" if 0 < status <= 128 else EXIT_STATUS_PAGE)
+
+    def look_for_unreported(self) -> None:
+        """Find a rank whose shell was killed: for two looks in a row, it alone has ended without a report."""
+        if self.unreported is not None or self.failed or self.saved or self.is_stopping or self.returned is not None:
+            return
+        before, self._unreported_before = self._unreported_before, self._reports.unreported()
+        if before is not None and before == self._unreported_before:
+            self.unreported = before
 
     def ended_before(self) -> str:
         """Return a line with the ranks that have ended with status 0; empty: none."""
@@ -306,7 +310,10 @@ class Supervisor:
             pattern = self.plan.launcher.aborted  # such a rank may be ended before it can report
             aborted = next(filter(None, (re.match(pattern, line) for line in folded)), None) if pattern else None
             if self.returned and not self.failure:
-                self.failure = _lines(f"rank {aborted[1]} {_ending(status)}" if aborted else "", self.ended_before())
+                rank = f"rank {aborted[1]} {_ending(status)}" if aborted else ""
+                if not aborted and self.unreported is not None:
+                    rank = f"rank {self.unreported}: its rank_env.sh, the shell that reports how it ends, was killed"
+                self.failure = _lines(rank, self.ended_before())
                 say(self.failure)
             say("" if aborted else "\n".join(folded))
         own = self.failed.last_lines if self.failed else []

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
+import runpy
 import select
 import signal
 import socket
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Mapping
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 from wordrun.common import ends, slurm
 from wordrun.common.listener import UnfitError
 from wordrun.launch import processes
 from wordrun.launch.address import free_port
-from wordrun.launch.elastic import program
 from wordrun.launch.elastic.connections import VARIABLE, Link
 from wordrun.launch.environment import OWN, is_stale
 from wordrun.launch.launchers.base import PASSED_ON
@@ -38,6 +40,16 @@ STOPPED_S = 10.0
 LEFTOVER_PATIENCE_S = 2.0
 CLOSED: dict[str, Any] = {"do": "leave"}
 """The message that a guardian acts on when the connection to ``launch`` closes."""
+RUNNERS = (__file__, runpy.__file__, "<frozen runpy>")
+"""Files whose frames begin the tracebacks of forked ranks."""
+FOR_WORDRUN = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "wordrun.commands.train",
+    "wordrun.train.trainer",
+    "wordrun.train.language",
+)
+"""What ranks of wordrun import sooner or later. Importing starts neither threads of torch nor a device."""
 
 
 class Guardian:
@@ -90,7 +102,7 @@ class Guardian:
                 action = message.get("do")
                 if action == "setup":
                     self.setup = message
-                    program.import_before(message)
+                    import_before(message)
                     gc.collect()
                     gc.freeze()  # a collection in a rank would copy all memory that it shares with the others
                     self.link.send(event="ready", port=free_port())
@@ -267,7 +279,7 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
     sys.meta_path.insert(0, _MpiNotice(guardian))
     if "numpy" in sys.modules:  # forked processes would all draw the same numbers
         sys.modules["numpy"].random.seed()
-    program.run(command)
+    run_python(command)
 
 
 class _MpiNotice:
@@ -291,6 +303,46 @@ def _take_cores(guardian: Guardian, rank: int) -> None:
         if each:
             place = ranks.index(rank)
             os.sched_setaffinity(0, cores[place * each : (place + 1) * each])
+
+
+def run_python(command: Sequence[str]) -> None:
+    """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process as ``python`` would."""
+    safe = getattr(sys.flags, "safe_path", False)
+    try:
+        if command[0] == "-m":
+            sys.argv = list(command[1:])
+            sys.path[:0] = [] if safe else [os.getcwd()]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(command)
+            sys.path[:0] = [] if safe else [os.path.dirname(os.path.realpath(command[0]))]
+            runpy.run_path(command[0], run_name="__main__")
+    except Exception as error:
+        frames = _own_frames(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        raise SystemExit(1) from None
+
+
+def _own_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of the guardian and runpy, with which it begins."""
+    first = frames
+    while first and first.tb_frame.f_code.co_filename in RUNNERS:
+        first = first.tb_next
+    return first or frames
+
+
+def import_before(setup: Mapping[str, Any]) -> None:
+    """Import what the ranks will need."""
+    if not setup["imports"]:
+        return
+    for name in ("torch", *(FOR_WORDRUN if setup["wordrun"] else ())):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            return  # the ranks may not need it
+        except Exception:
+            traceback.print_exc()
+            return
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
-from wordrun.launch.request import Options, seconds
+from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import (
     NO_HOSTS,
     Grant,
@@ -22,6 +22,7 @@ from wordrun.launch.schedulers.base import (
     ranks_of_node,
 )
 from wordrun.launch.site import Site
+from wordrun.launch.walltime import seconds
 
 # Variables that a launcher in a PBS job sets for its ranks.
 RANK_VARIABLES = ("PALS_RANKID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
