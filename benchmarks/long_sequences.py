@@ -112,7 +112,7 @@ def block_passes(tokens: int, kind: str | None) -> Callable[[], None]:
     import torch.distributed as td
 
     from wordrun import model as models
-    from wordrun.model.context import Context
+    from wordrun.model.context_parallel import Context
 
     cfg = gpt2(tokens, "model.n_layer=1")
     built = models.build(cfg.transformer, VOCAB)

@@ -142,7 +142,7 @@ def generates(model: list[str]) -> bool:
     import torch
 
     from wordrun import model as models
-    from wordrun.model.cache import KVCache
+    from wordrun.model.kv_cache import KVCache
 
     cfg = compose([*SMALL, *model]).transformer
     built = models.build(cfg, 61).eval()

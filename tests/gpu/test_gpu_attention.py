@@ -59,7 +59,7 @@ def test_documents_need_no_dense_mask(
     """FlexAttention and a dense mask have the same losses; the first needs less memory for long sequences."""
     import torch
 
-    from wordrun.model import flex, kernels
+    from wordrun.model import flex, kernel_thresholds
 
     words = [
         *MODELS["llama"], "tokenizer=byte", "data.mask_documents=true", "model.block_size=1024", "model.batch_size=8",
@@ -70,7 +70,7 @@ def test_documents_need_no_dense_mask(
     monkeypatch.setattr(flex, "block_masks", lambda *args: made.append(1) or block_masks(*args))
     found = {}
     for name, whole in (("flex", 0), ("dense", 2**40)):
-        monkeypatch.setattr(kernels, "SMALL_MASK", whole)
+        monkeypatch.setattr(kernel_thresholds, "SMALL_MASK", whole)
         found[name] = train(name, *words).losses
         assert bool(made) == (name == "flex" and device.type == "cuda")
         made.clear()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from wordrun.model.attention import causal_attention
 from wordrun.model.dropout import Dropout, dropout, keep_mask
-from wordrun.model.kernels import SHORT, SHORT_FP32
+from wordrun.model.kernel_thresholds import SHORT, SHORT_FP32
 
 
 @pytest.mark.parametrize("p", [0.01, 0.2, 0.5, 0.9])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from wordrun import model as models
 from wordrun.backend.transforms import compile_model
-from wordrun.model import attention, flex, kernels
+from wordrun.model import attention, flex, kernel_thresholds
 from wordrun.model.options import GPTConfig, LlamaConfig
 
 T = 592  # of 5 blocks, the last with 80 tokens
@@ -91,15 +91,15 @@ def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
 def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its losses and gradients are the same, and no block gets a mask of T x T values."""
     cfg = replace(cfg, dropout=0.0)
-    monkeypatch.setattr(kernels, "TRITON", True)  # as where there is a GPU
+    monkeypatch.setattr(kernel_thresholds, "TRITON", True)  # as where there is a GPU
     numbers = NUMBERS.repeat(6, 1)  # so many that a mask of all would have more than 2^22 values
     tokens, targets = torch.randint(50, (2, 12, T), generator=torch.Generator().manual_seed(0))
     found = []
     for device in ("cpu", "cuda"):
         with monkeypatch.context() as patch:
-            chosen = kernels.skips_blocks(device, 12 * T * T, 0.0, 16)
+            chosen = kernel_thresholds.skips_blocks(device, 12 * T * T, 0.0, 16)
             assert chosen == (device == "cuda")
-            patch.setattr(attention, "skips_blocks", lambda _, *facts: kernels.skips_blocks(device, *facts))  # noqa: B023
+            patch.setattr(attention, "skips_blocks", lambda _, *facts: kernel_thresholds.skips_blocks(device, *facts))  # noqa: B023
             model = models.build(cfg, 50)
             masks: list[Any] = []
             for block in model.blocks.values():
@@ -115,13 +115,13 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
 
 
 def test_what_has_no_such_kernel_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "TRITON", True)
-    large = kernels.SMALL_MASK + 1
-    assert kernels.skips_blocks("cuda", large, 0.0, 64)
+    monkeypatch.setattr(kernel_thresholds, "TRITON", True)
+    large = kernel_thresholds.SMALL_MASK + 1
+    assert kernel_thresholds.skips_blocks("cuda", large, 0.0, 64)
     for other in (("cuda", large, 0.1, 64), ("cuda", large, 0.0, 8), ("cuda", 4096, 0.0, 64), ("cpu", large, 0.0, 64)):
-        assert not kernels.skips_blocks(*other), other
-    monkeypatch.setattr(kernels, "TRITON", False)
-    assert not kernels.skips_blocks("cuda", large, 0.0, 64)
+        assert not kernel_thresholds.skips_blocks(*other), other
+    monkeypatch.setattr(kernel_thresholds, "TRITON", False)
+    assert not kernel_thresholds.skips_blocks("cuda", large, 0.0, 64)
 
 
 def test_a_cpu_makes_small_masks_only() -> None:

@@ -26,8 +26,8 @@ from wordrun.config.schema import Config
 from wordrun.data.tokenizers.base import END
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.subword import HFTokenizer
-from wordrun.model.cache import KVCache
 from wordrun.model.generate import Cached, draw, generate
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.model.transformer import Transformer
 

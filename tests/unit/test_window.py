@@ -12,7 +12,7 @@ from wordrun import model as models
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.model.attention import causal_attention, document_mask
-from wordrun.model.cache import KVCache
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.options import LlamaConfig
 
 GEMMA = LlamaConfig(

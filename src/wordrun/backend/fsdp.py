@@ -27,8 +27,8 @@ from wordrun.config.rules import context_attention
 from wordrun.dist import torch_private
 from wordrun.dist.mesh import AXES, EXPERT_AXES
 from wordrun.model.base import Model
-from wordrun.model.context import Context
-from wordrun.model.exchange import Exchange
+from wordrun.model.context_parallel import Context
+from wordrun.model.expert_parallel import Exchange
 from wordrun.model.moe import Experts
 from wordrun.model.transformer import Transformer
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from wordrun.dist import torch_private
 from wordrun.model import flex
 from wordrun.model.dropout import dropout
-from wordrun.model.kernels import keeps_weights, skips_blocks
+from wordrun.model.kernel_thresholds import keeps_weights, skips_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

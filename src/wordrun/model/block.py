@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from wordrun.model.attention import Mask
-from wordrun.model.cache import KVCache
+from wordrun.model.kv_cache import KVCache
 
 
 class Block(nn.Module):

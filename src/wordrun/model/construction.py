@@ -15,7 +15,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.registry import part_of
 from wordrun.model.base import Model
 from wordrun.model.options import ModelConfig, TransformerConfig
-from wordrun.model.plain import adapt, check_losses
+from wordrun.model.plain_module import adapt, check_losses
 from wordrun.model.transformer import Transformer
 
 M = TypeVar("M", bound=Model)

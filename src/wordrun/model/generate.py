@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wordrun.common.errors import first_line
 from wordrun.model.base import Model
-from wordrun.model.cache import KVCache
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.transformer import Transformer
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from wordrun.model import mup
 from wordrun.model.attention import Mask
 from wordrun.model.block import Block
-from wordrun.model.cache import KVCache
-from wordrun.model.context import Context, attention, positions_of
+from wordrun.model.context_parallel import Context, attention, positions_of
 from wordrun.model.dropout import Dropout
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.norms import LayerNorm
 from wordrun.model.options import GPTConfig
 from wordrun.model.transformer import Transformer

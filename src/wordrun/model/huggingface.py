@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wordrun.common.errors import UserError
 from wordrun.common.section import value_text
-from wordrun.model import experts, lora
+from wordrun.model import huggingface_experts, lora
 from wordrun.model.construction import meta_model
 from wordrun.model.llama import TRAINED_LENGTH
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
@@ -88,11 +88,11 @@ def to_huggingface(state: Mapping[str, Tensor], cfg: TransformerConfig) -> dict[
     """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith(experts.BIAS):
-            experts.check_bias(tensor)
+        if name.endswith(huggingface_experts.BIAS):
+            huggingface_experts.check_bias(tensor)
             continue
         if ".experts." in name and isinstance(cfg, MoEConfig):
-            result |= experts.split(_their_name(name, cfg), tensor, cfg.n_experts)
+            result |= huggingface_experts.split(_their_name(name, cfg), tensor, cfg.n_experts)
             continue
         result[_their_name(name, cfg)] = _to_theirs(name, tensor, cfg)
         if isinstance(cfg, GPTConfig) and not cfg.bias and ("blocks." in name or name == "norm.weight"):
@@ -128,7 +128,7 @@ def match(
             problems.append(
                 f"lm_head.weight is not tied to the embedding in the checkpoint, but it is in model={cfg.name}"
             )
-    state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(experts.BIAS)}
+    state = {name: ours for name, ours in model.state_dict().items() if not name.endswith(huggingface_experts.BIAS)}
     wanted = {_their_name(name, cfg): (name, ours) for name, ours in state.items()}
     problems += [f"the checkpoint has no {name}, but model={cfg.name} does" for name in wanted.keys() - found.keys()]
     problems += [f"the checkpoint has {name}, but model={cfg.name} does not" for name in found.keys() - wanted.keys()]

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from wordrun.model import mup
 from wordrun.model.attention import Mask
 from wordrun.model.block import Block
-from wordrun.model.cache import KVCache
-from wordrun.model.context import Context, attention
+from wordrun.model.context_parallel import Context, attention
 from wordrun.model.dropout import Dropout
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.norms import RMSNorm
 from wordrun.model.options import LlamaConfig
 from wordrun.model.transformer import Transformer

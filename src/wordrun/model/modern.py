@@ -19,9 +19,9 @@ from wordrun.common.errors import ConfigError
 from wordrun.dist import torch_private
 from wordrun.model import llama
 from wordrun.model.block import Block
-from wordrun.model.cache import KVCache
-from wordrun.model.context import Context
+from wordrun.model.context_parallel import Context
 from wordrun.model.dropout import Dropout
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.options import ModernConfig
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(

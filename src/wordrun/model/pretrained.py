@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wordrun.common.errors import ConfigError, UserError, first_line, unpickling_problem
 from wordrun.common.section import value_text
-from wordrun.model import experts, mup
+from wordrun.model import huggingface_experts, mup
 from wordrun.model.base import LazyWeights
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, architecture, match, to_ours
 from wordrun.model.options import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
@@ -105,7 +105,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
         found, overrides = differences(folder, described, cfg, vocab_size, str(facts["model_type"]))
         problems += found
     if isinstance(described, MoEConfig):
-        files, shapes = experts.join(files, shapes, architecture(described).names)
+        files, shapes = huggingface_experts.join(files, shapes, architecture(described).names)
     names, mismatches = match(files, shapes, described)
     if overrides:
         problems.append(f"use the options of these weights: {' '.join(overrides)}")

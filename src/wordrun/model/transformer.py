@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.dist import torch_private
-from wordrun.model import kernels, lora, loss
+from wordrun.model import chunked_loss, kernel_thresholds, lora
 from wordrun.model.attention import Mask, document_mask
 from wordrun.model.base import Model, Rows
 from wordrun.model.block import Block, TokenBatch
-from wordrun.model.cache import KVCache
-from wordrun.model.context import Context
+from wordrun.model.context_parallel import Context
 from wordrun.model.dropout import Dropout
+from wordrun.model.kv_cache import KVCache
 from wordrun.model.options import TransformerConfig
 
 
@@ -222,11 +222,11 @@ class Transformer(Model):
 
     def feature_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (B,) of each sequence from its features (B, T, C) and ``targets`` (B, T)."""
-        many = targets.numel() * self.padded_vocab_size > kernels.LARGE
-        if not loss.applies(self.head) or not (many if self.chunked_loss is None else self.chunked_loss):
+        many = targets.numel() * self.padded_vocab_size > kernel_thresholds.LARGE
+        if not chunked_loss.applies(self.head) or not (many if self.chunked_loss is None else self.chunked_loss):
             return self.criterion(self.output(x), targets)
-        x, weight, group = loss.on_this_rank(x, self.head.weight)
-        losses = loss.cross_entropy(
+        x, weight, group = chunked_loss.on_this_rank(x, self.head.weight)
+        losses = chunked_loss.cross_entropy(
             x.flatten(0, 1),
             weight,
             targets.flatten(),

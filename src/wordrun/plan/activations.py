@@ -12,7 +12,7 @@ from typing import Any
 
 from wordrun.backend.options import FSDPConfig
 from wordrun.config.rules import context_attention
-from wordrun.model.kernels import CHUNK, LARGE, ROWS, keeps_weights
+from wordrun.model.kernel_thresholds import CHUNK, LARGE, ROWS, keeps_weights
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
 from wordrun.plan.shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wordrun.dist import torch_private
 from wordrun.model.attention import Mask, causal_attention, document_mask
-from wordrun.model.kernels import ROWS
+from wordrun.model.kernel_thresholds import ROWS
 
 
 @lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wordrun.dist import torch_private
-from wordrun.model import kernels
+from wordrun.model import kernel_thresholds
 
 
 def applies(head: nn.Module) -> bool:
@@ -78,7 +78,7 @@ def cross_entropy(
         kernel = partial(_softmax_of_shards, group=group)
         first = dist.get_rank(group) * len(weight)
         known, vocab_size = known - first, vocab_size - first
-    rows = len(x) if compiled and not group else max(1, kernels.CHUNK // len(weight))
+    rows = len(x) if compiled and not group else max(1, kernel_thresholds.CHUNK // len(weight))
     losses: Tensor = _CrossEntropy.apply(x, weight, known, vocab_size, softcap, dtype, kernel, rows, keep)  # type: ignore[no-untyped-call]
     return losses * (targets >= 0)
 
