@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from wordrun import dist
-from wordrun.common import ends, interrupts, synonyms
+from wordrun.common import exit_reports, sigint, suggestions
 from wordrun.common.errors import MARK, ConfigError, nearest
 from wordrun.common.version import versions
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     elif re.fullmatch(r"[A-Za-z][\w-]*", first):  # neither a flag nor an override
         close = f"{nearest(first, COMMANDS)} (commands: {', '.join(COMMANDS)}; options are KEY=VALUE, see --help)"
-        _print(f"unknown command '{first}'{synonyms.command(arguments) or close}", sys.stderr)
+        _print(f"unknown command '{first}'{suggestions.command(arguments) or close}", sys.stderr)
         return ConfigError.exit_status
     return _run("train", arguments)
 
@@ -79,7 +79,7 @@ def _leave_mark() -> None:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     # Import only the module of this command: most need Hydra, and no command should wait for another's imports.
-    with interrupts.ending_at_once(), ends.unfinished():
+    with sigint.ending_at_once(), exit_reports.unfinished():
         status: int = importlib.import_module(COMMANDS[name][0]).main(arguments)
     return status
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from wordrun import dist
-from wordrun.common import ends, interrupts
+from wordrun.common import exit_reports, sigint
 from wordrun.common.errors import UserError
 from wordrun.dist.rendezvous import shared_store
 
@@ -36,7 +36,7 @@ class CheckError(UserError):
     page = "install.md#check-the-installation"
 
 
-@ends.unfinished()
+@exit_reports.unfinished()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks with ``argv`` (default: the command line) and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     begin = time.perf_counter()
-    with interrupts.ending_at_once(), dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
+    with sigint.ending_at_once(), dist.session(device=args.device, timeout_s=args.timeout, seed=0) as world:
         # One write including the newline: unbuffered, print makes two, which other ranks' output may split.
         sys.stdout.write(f"{world} {world.host}\n")
         sys.stdout.flush()

@@ -23,8 +23,8 @@ HEARD_S = STOP_PATIENCE_S - 1
 by_launcher = pytest.mark.parametrize("launcher", ["hydra", "torchrun"])
 # As the command launch; an interrupt while Python itself starts is none of its business.
 BEGIN = """
-from wordrun.common import interrupts
-interrupts.end_at_once("interrupted; nothing was started")
+from wordrun.common import sigint
+sigint.end_at_once("interrupted; nothing was started")
 print("begun", flush=True)
 from wordrun.launch.__main__ import main
 raise SystemExit(main())

@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 import wordrun
 from wordrun import model
 from wordrun.backend.options import DDPConfig, TPConfig
-from wordrun.common import synonyms
+from wordrun.common import suggestions
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.config import schema as config
 from wordrun.config.compose import Tree, as_yaml, compose
@@ -545,7 +545,7 @@ def test_other_names_lead_to_options_that_exist() -> None:
 
     keys = {f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
             for part in schemas(group).values() for field in fields(part.options)}  # fmt: skip
-    assert {*synonyms.OPTIONS.values()} - keys - {*SECTIONS, "hydra.run.dir"} == set()
+    assert {*suggestions.OPTIONS.values()} - keys - {*SECTIONS, "hydra.run.dir"} == set()
 
 
 def test_every_kind_of_part_is_a_section() -> None:

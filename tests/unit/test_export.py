@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from wordrun.checkpoint.saved import find
 from wordrun.commands.export import main
-from wordrun.common import interrupts
+from wordrun.common import sigint
 from wordrun.common.errors import UserError
 from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.tokenizers.char import CharTokenizer
@@ -90,7 +90,7 @@ def test_ctrl_c_leaves_nothing_behind(save_run: SaveRun, monkeypatch: pytest.Mon
     )
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
     try:
-        with interrupts.ending_at_once():  # as wordrun's commands do while they start
+        with sigint.ending_at_once():  # as wordrun's commands do while they start
             assert main(["run=run", "out=folder"]) == 130
     finally:
         signal.signal(signal.SIGINT, usual)

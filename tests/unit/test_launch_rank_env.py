@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wordrun.common import ends, interrupts
+from wordrun.common import exit_reports, sigint
 from wordrun.common.slurm import compact_counts
 from wordrun.dist.world import FAMILIES as WORLD_FAMILIES, TORCHRUN, discover
 from wordrun.launch.launchers import LAUNCHERS
@@ -58,7 +58,7 @@ def rank_env(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[
 
 
 def test_every_familys_rank_is_told_apart_at_ctrl_c() -> None:
-    assert {family.rank for family in WORLD_FAMILIES} <= {*interrupts.RANKS}
+    assert {family.rank for family in WORLD_FAMILIES} <= {*sigint.RANKS}
 
 
 def test_launch_in_a_rank_of_a_pbs_job_is_noticed_under_every_mpi() -> None:
@@ -198,7 +198,7 @@ def test_reports_how_a_rank_ends(tmp_path: Path) -> None:
         done = rank_env({**env, "PMI_RANK": rank}, "true")
         assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == [f"ended-{os.uname().nodename}"]  # a file per host
-    assert ends.ended(str(tmp_path)) == {5, 7}
+    assert exit_reports.ended(str(tmp_path)) == {5, 7}
     assert rank_env(env, "sh", "-c", "exit 3").returncode == 3
     assert re.fullmatch(r"3 \S+\n", (tmp_path / "5").read_text())  # the status and the host
     (tmp_path / "5").unlink()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wordrun.common import interrupts
+from wordrun.common import sigint
 from wordrun.common.errors import ConfigError
 from wordrun.data.options import TextConfig
 
@@ -138,7 +138,7 @@ def converse(chat: Chat) -> None:
         import readline  # noqa: F401 - input() uses it to edit lines
 
     print(HELP)
-    with interrupts.raising():
+    with sigint.raising():
         while True:
             try:
                 line = input("> ").strip()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wordrun.common import interrupts
+from wordrun.common import sigint
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.section import Section
 from wordrun.common.validation import above_zero, one_of
@@ -103,7 +103,7 @@ def export(options: ExportConfig) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         # DeepSpeed prints while reading its checkpoints. After Ctrl-C, no part of an export should be left behind.
-        with contextlib.redirect_stdout(sys.stderr), interrupts.raising():
+        with contextlib.redirect_stdout(sys.stderr), sigint.raising():
             if options.form == "checkpoint":
                 write_checkpoint(draft, saved, options.weights)
             elif options.form == "peft":

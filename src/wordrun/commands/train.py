@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist
-from wordrun.common import log, synonyms
+from wordrun.common import log, suggestions
 from wordrun.common.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.common.version import __version__, versions
 from wordrun.config import project
@@ -279,7 +279,7 @@ def unknown_flags(arguments: Sequence[str]) -> list[str]:
             for field in fields(part.options)
         ]
         same = [key for key in (*keys, *SECTIONS) if name in (key, key.rpartition(".")[2])]
-        found = list(dict.fromkeys(filter(None, [synonyms.OPTIONS.get(name), *same])))
+        found = list(dict.fromkeys(filter(None, [suggestions.OPTIONS.get(name), *same])))
         remedy = " or ".join(f"{key}={value or 'VALUE'}" for key in found[:3])
         close = nearest(flag, FLAGS) or nearest(name, {key.rpartition(".")[2] for key in keys})
         near = close or "; wordrun --help lists the options"

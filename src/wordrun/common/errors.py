@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.synonyms import VALUES
+from wordrun.common.suggestions import VALUES
 
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from wordrun.common import synonyms
+from wordrun.common import suggestions
 from wordrun.common.errors import ConfigError, as_whole, first_line, listed, nearest
 from wordrun.config.registry import backends, parts
 from wordrun.config.schema import SECTIONS, SEVERAL, parts_in, schemas
@@ -94,7 +94,7 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
         return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)
     in_file = re.search(r"full_key: (\S+)", text)
-    if in_file and in_file[1] in synonyms.GONE and in_file[1] != name:
+    if in_file and in_file[1] in suggestions.GONE and in_file[1] != name:
         return f"{override}: {unknown_option(in_file[1], ())}"
     if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
@@ -139,8 +139,8 @@ def unparsable(override: str) -> str:
 
 def unknown_option(name: str, known: Sequence[str]) -> str:
     """Return the message for the option ``name``, which is not one of the ``known`` ones."""
-    if name in synonyms.GONE:
-        return f"{name} was removed: {synonyms.GONE[name]}"
+    if name in suggestions.GONE:
+        return f"{name} was removed: {suggestions.GONE[name]}"
     return f"unknown option '{name}'{nearest_option(name, known)}"
 
 
@@ -149,8 +149,8 @@ def nearest_option(name: str, known: Sequence[str]) -> str:
     section, _, last = name.rpartition(".")
     inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
     elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]
-    meant = synonyms.option(name, known) or nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
-    return meant or synonyms.where_listed(name, known)
+    meant = suggestions.option(name, known) or nearest(name, elsewhere) or nearest(last, inside, f"{section}.")
+    return meant or suggestions.where_listed(name, known)
 
 
 def option_names(composed: DictConfig) -> Iterator[str]:

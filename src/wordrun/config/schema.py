@@ -11,7 +11,7 @@ from typing import Any
 from wordrun.backend.options import BackendConfig
 from wordrun.common.errors import UserError, nearest
 from wordrun.common.section import Freezable, Section, field_types, fits
-from wordrun.common.synonyms import GONE
+from wordrun.common.suggestions import GONE
 from wordrun.config.registry import Part, part_of, parts
 from wordrun.data.options import DataConfig, TextConfig
 from wordrun.data.tokenizers.options import CharTokenizerConfig, TokenizerConfig

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wordrun.common import interrupts, slurm
+from wordrun.common import sigint, slurm
 from wordrun.common.errors import WorldError, first_line
 from wordrun.dist.world import TRACED, World
 
@@ -39,7 +39,7 @@ def communicator() -> Any:
 
         if os.environ.get("PMI_FD") and slurm.is_task(os.environ):  # pmi2
             mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-        with interrupts.killing():  # MPI_Init waits for the other ranks, of which Ctrl-C may have ended one
+        with sigint.killing():  # MPI_Init waits for the other ranks, of which Ctrl-C may have ended one
             from mpi4py import MPI
 
             if not MPI.Is_initialized():

@@ -10,7 +10,7 @@ def main() -> int:
             os.fstat(number)
         except OSError:  # a closed stream, whose number a pipe would get: nobody can write to this either
             os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
-    from wordrun.common.interrupts import end_at_once
+    from wordrun.common.sigint import end_at_once
 
     end_at_once("interrupted; nothing was started")  # before the other imports, which take longer
     from wordrun.launch.cli import main as run

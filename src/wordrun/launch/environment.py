@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from wordrun.common.ends import UNFINISHED
+from wordrun.common.exit_reports import UNFINISHED
 from wordrun.common.slurm import compact_counts
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS

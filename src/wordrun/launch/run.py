@@ -15,7 +15,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-from wordrun.common import ends
+from wordrun.common import exit_reports
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.common.files import why
 from wordrun.launch import processes, stdin
@@ -87,7 +87,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None =
     finally:
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
-            ends.take_unfinished(ends.unfinished_prefix(plan.decided.launch_id, ""))
+            exit_reports.take_unfinished(exit_reports.unfinished_prefix(plan.decided.launch_id, ""))
     if record:
         try:
             record.end(outcome.status, failure, output.folded)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from wordrun.common import ends, stack_requests
+from wordrun.common import exit_reports, stack_requests
 from wordrun.common.errors import MARK, REQUEUE, ConfigError, ranges
 from wordrun.launch import processes
 from wordrun.launch.launchers.base import STOPPING
@@ -122,8 +122,8 @@ class EndReports:
 
     def succeeded(self) -> set[int]:
         """Return the ranks that have ended with status 0."""
-        told = {int(text) for name, text in self.output.reports if name.startswith(ends.PREFIX)}
-        return told | ends.ended(self.folder)
+        told = {int(text) for name, text in self.output.reports if name.startswith(exit_reports.PREFIX)}
+        return told | exit_reports.ended(self.folder)
 
     def unreported(self) -> int | None:
         """Return the only rank on this host whose ``rank_env.sh`` has ended without a report; None: none, or several.
@@ -278,7 +278,7 @@ class Supervisor:
     def look_for_missing(self) -> None:
         """After a launcher that has returned 0, check that all ranks have ended by themselves, with status 0."""
         plan = self.plan
-        unfinished = not self.status_dir and ends.take_unfinished(f"{plan.env[ends.UNFINISHED]}-")
+        unfinished = not self.status_dir and exit_reports.take_unfinished(f"{plan.env[exit_reports.UNFINISHED]}-")
         succeeded = self.returned == 0 or self.died_of_input
         if not succeeded or self.failed or self.saved or self.is_stopping:
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from wordrun.common import interrupts
+from wordrun.common import sigint
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch import processes
 from wordrun.launch.environment import is_stale
@@ -149,7 +149,7 @@ class Pool:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            interrupts.taken()
+            sigint.taken()
         if not self.ending:
             count = len(self.running)
             points = f"{count} running point{'s' * (count != 1)}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wordrun import dist
 from wordrun.backend.unused import UnusedError
-from wordrun.common import ends
+from wordrun.common import exit_reports
 from wordrun.common.errors import OtherRankError, PartError, UserError, first_line, raise_all
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.common.section import value_text
@@ -46,7 +46,7 @@ def explained(trainer: Training, *, every: bool = False) -> Iterator[None]:
         RuntimeError: sys.exit(0) was called.
     """
     try:
-        with ends.without_exit():
+        with exit_reports.without_exit():
             yield
     except Exception as error:
         found = explain(error, trainer)
@@ -101,7 +101,7 @@ def dispensable(what: str, trainer: Training) -> Iterator[None]:
     If only some ranks had it, the others may wait for them.
     """
     try:
-        with ends.without_exit():
+        with exit_reports.without_exit():
             yield
     except Exception as raised:
         place = f"{trainer.cfg.run_dir} {what} {trainer.state.position}"

@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from wordrun.common import interrupts
+from wordrun.common import sigint
 from wordrun.common.errors import REQUEUE
 
 # The ranks check for each other's signals about this often.
@@ -49,7 +49,7 @@ class StopSignal:
         def record(number: int, frame: FrameType | None) -> None:
             self.signal = number
             if number == signal.SIGINT:
-                interrupts.taken()
+                sigint.taken()
             for each in (number,) if number == signal.SIGUSR1 else (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, old[signal.Signals(each)])
             if number == signal.SIGTERM:

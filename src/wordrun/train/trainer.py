@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from wordrun import backend, dist
-from wordrun.common import ends, lazy, log
+from wordrun.common import exit_reports, lazy, log
 from wordrun.common.errors import UserError, first_line
 from wordrun.common.log import LOGGER
 from wordrun.common.run_dir import gone
@@ -154,7 +154,7 @@ class Trainer(Training):
         written = on_disk if self.start.source == self.run.path else -1
         self.checkpoints = Checkpoints(cfg, world, self.task.tokenizer_json, written)
 
-    @ends.unfinished()
+    @exit_reports.unfinished()
     def train(self) -> Summary:
         """Train to the end and return the result; every rank must call this.
 

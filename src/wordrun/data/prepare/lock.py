@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wordrun.common import interrupts
+from wordrun.common import sigint
 from wordrun.common.log import LOGGER
 from wordrun.data.prepare.writer import make_folder
 from wordrun.dist import World
@@ -71,7 +71,7 @@ def held(path: Path) -> Iterator[bool]:
             path.unlink()
 
     try:
-        with interrupts.ending_with(CONTINUES, release):
+        with sigint.ending_with(CONTINUES, release):
             yield True
     finally:
         done.set()

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from wordrun.common import cgroup, ends
+from wordrun.common import cgroup, exit_reports
 from wordrun.common.errors import UserError
 from wordrun.config.registry import part_of
 from wordrun.data.options import TextConfig
@@ -104,7 +104,7 @@ def _blamed(source: Source) -> Iterator[None]:
         PartError: it has raised one.
     """
     try:
-        with ends.without_exit():
+        with exit_reports.without_exit():
             yield
     except Exception as error:
         part = part_of("data", source.data)

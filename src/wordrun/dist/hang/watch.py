@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wordrun.common import ends, files, slurm, stack_requests
+from wordrun.common import exit_reports, files, slurm, stack_requests
 from wordrun.common.log import LOGGER
 from wordrun.dist.hang import flight_recorder, report, stacks
 from wordrun.dist.mesh import Layout
@@ -177,7 +177,7 @@ class Watch:
         until = begun + patience * (1.0 if self.world.rank == 0 else 1.3)
         while time.monotonic() < until and answers.is_dir():
             if self.world.rank == 0:
-                known = len(list(answers.glob("*[0-9].json"))) + len(ends.ended(self._reports))
+                known = len(list(answers.glob("*[0-9].json"))) + len(exit_reports.ended(self._reports))
                 if known >= self.world.size:
                     return
             if not helped and time.monotonic() > begun + patience / 2:
@@ -232,7 +232,8 @@ class Watch:
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
         lead = f"no progress for {asked['seconds']:g} s" if hangs else "where the ranks are now"
-        text = f"{lead}: {report.describe(found, self.world, self.layout, ends.ended(self._reports), hangs=hangs)}"
+        ended = exit_reports.ended(self._reports)
+        text = f"{lead}: {report.describe(found, self.world, self.layout, ended, hangs=hangs)}"
         files.replace(path, f"{text}\n\n{report.all_stacks(found)}")
         self.reported = path if hangs else None
         log = LOGGER.error if hangs else LOGGER.warning

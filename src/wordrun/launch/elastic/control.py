@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wordrun.common import ends
+from wordrun.common import exit_reports
 from wordrun.common.errors import REQUEUE
 from wordrun.common.listener import UnfitError
 from wordrun.launch.elastic.connections import VARIABLE, Connections, check
@@ -226,7 +226,7 @@ class GuardianControl(RankControl):
         number = self.generation.number
         port = self.nodes.choose_port(first=not number)
         env["WORDRUN_STATUS_DIR"] = self.status_dir
-        ends.forget(self.status_dir)
+        exit_reports.forget(self.status_dir)
         if number:
             env["WORDRUN_RESUME"] = "auto"
         if self.retries.faults:
@@ -258,7 +258,7 @@ class GuardianControl(RankControl):
         if failed := bool(status or report.get("unfinished")):
             generation.failures.append({**report, "host": host})
         else:
-            ends.add(self.status_dir, rank, host)
+            exit_reports.add(self.status_dir, rank, host)
         if outcome.killed and not self.stopping:
             self.memory = outcome.memory
             if self._restarts_after(outcome):

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from wordrun.common import ends, slurm
+from wordrun.common import exit_reports, slurm
 from wordrun.common.listener import UnfitError
 from wordrun.launch import processes
 from wordrun.launch.address import free_port
@@ -177,7 +177,7 @@ class Guardian:
             if pid not in self.ranks:
                 continue  # a process that a rank has left behind
             facts = {"rank": self.ranks.pop(pid), "pid": pid, "status": code if code >= 0 else 128 - code}
-            unfinished = ends.take_unfinished(f"{_unfinished(facts['rank'])}-") and not code
+            unfinished = exit_reports.take_unfinished(f"{_unfinished(facts['rank'])}-") and not code
             memory, mpi = self._watch.killed_for_memory(pid) if code == -signal.SIGKILL else None, b""
             with contextlib.suppress(BlockingIOError):
                 mpi = os.read(self._mpi[0], 1)
@@ -198,14 +198,14 @@ class Guardian:
         """Kill this node's ranks and, ``patience_s`` after SIGTERM, everything that they have started."""
         for pid, rank in self.ranks.items():
             processes.send(pid, signal.SIGKILL, group=True)
-            ends.take_unfinished(f"{_unfinished(rank)}-")
+            exit_reports.take_unfinished(f"{_unfinished(rank)}-")
         self.ranks.clear()
         self._close_gate()
         processes.end_all(patience_s)
 
 
 def _unfinished(rank: int) -> str:
-    return ends.unfinished_prefix(os.environ["WORDRUN_LAUNCH_ID"], rank)
+    return exit_reports.unfinished_prefix(os.environ["WORDRUN_LAUNCH_ID"], rank)
 
 
 def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
@@ -224,7 +224,7 @@ def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> di
         "ROLE_RANK": rank,
         "WORDRUN_LAUNCHER": "local",
         "WORDRUN_LAYOUT": slurm.compact_counts(used),
-        ends.UNFINISHED: _unfinished(rank),
+        exit_reports.UNFINISHED: _unfinished(rank),
         "WORDRUN_GENERATION": message["generation"],
         "TORCHELASTIC_RESTART_COUNT": message["generation"],
         "TORCHELASTIC_MAX_RESTARTS": guardian.setup["restarts"],

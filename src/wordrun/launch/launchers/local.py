@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from wordrun.common.ends import UNFINISHED
 from wordrun.common.errors import ConfigError
+from wordrun.common.exit_reports import UNFINISHED
 from wordrun.launch import processes
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher, LauncherSearch, refuse_binding

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 IN_C = """
 import ctypes, sys
-from wordrun.common.interrupts import end_at_once
+from wordrun.common.sigint import end_at_once
 end_at_once()
 print("ready", flush=True)
 ctypes.PyDLL(None).sleep(1) if "held" in sys.argv else ctypes.CDLL(None).sleep(60)
@@ -54,12 +54,12 @@ def test_ctrl_c_while_a_tokenizer_is_trained(start: Start, tmp_path: Path) -> No
 
 TAKEN = """
 import os, signal, time
-from wordrun.common import interrupts
-interrupts.end_at_once()
+from wordrun.common import sigint
+sigint.end_at_once()
 ours = signal.getsignal(signal.SIGINT)
 
 def record(number, frame):
-    interrupts.taken()
+    sigint.taken()
     signal.signal(signal.SIGINT, ours)  # at once, so that a second one ends the process
 
 for _ in range(50):
@@ -78,13 +78,13 @@ def test_a_handler_that_restores_ours_does_not_end_the_process(start: Start) -> 
 
 AGAIN = """
 import signal, time
-from wordrun.common import interrupts
+from wordrun.common import sigint
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
-interrupts.end_at_once()
+sigint.end_at_once()
 cleaned = 0
 for _ in range(100):
     try:
-        with interrupts.raising():
+        with sigint.raising():
             signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         cleaned += 1
