@@ -100,12 +100,12 @@ def store(ranks: int) -> dict[str, float]:
     """Measure one store with as many clients: to connect, to read the config, and to agree on a checkpoint."""
 
     import wordrun
-    from wordrun.dist import rendezvous, values
+    from wordrun.dist import coordination, rendezvous
     from wordrun.dist.world import World
 
     # torch looks up the name of an address before it connects: what that costs depends on the DNS alone.
     os.environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    config = values.dumps(wordrun.compose(["data=sample"]))
+    config = coordination.dumps(wordrun.compose(["data=sample"]))
     context = multiprocessing.get_context("spawn")
     pipes = []
     here = World(size=ranks, hosts=("127.0.0.1",))

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from wordrun.common.errors import WorldError
-from wordrun.dist import agreement, rendezvous
-from wordrun.dist.agreement import Agreement
+from wordrun.dist import coordination, rendezvous
+from wordrun.dist.coordination import Agreement
 from wordrun.dist.world import World
 
 N = 6
@@ -21,12 +21,12 @@ N = 6
 
 def together(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Agreement], Any], timeout_s: int = 60) -> list[Any]:
     """Return what ``act`` returns for each rank, and the number of keys that are left in the store."""
-    monkeypatch.setattr(agreement, "shared_store", lambda world, timeout_s: stores[world.rank])
+    monkeypatch.setattr(coordination, "shared_store", lambda world, timeout_s: stores[world.rank])
     wait = timedelta(seconds=60)
     first = TCPStore("127.0.0.1", 0, N, True, timeout=wait, wait_for_workers=False)
     stores = [first, *(TCPStore("127.0.0.1", first.port, N, False, timeout=wait) for _ in range(N - 1))]
     before = first.num_keys()
-    monkeypatch.setattr(agreement, "_numbers", itertools.repeat(0))  # each thread is a process
+    monkeypatch.setattr(coordination, "_agreements", itertools.repeat(0))  # each thread is a process
     made = [Agreement(World(rank=rank, size=N), timeout_s) for rank in range(N)]
     with ThreadPoolExecutor(N) as pool:
         found = list(pool.map(act, range(N), made))

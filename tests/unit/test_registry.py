@@ -17,7 +17,7 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.config import project, registry
 from wordrun.config.registry import KINDS, part_of, parts
 from wordrun.config.schema import from_plain, to_plain
-from wordrun.dist import values
+from wordrun.dist import coordination
 from wordrun.train.optim.options import OptimizerConfig, SGDConfig
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def test_a_part_is_chosen_by_its_dataclass_alone(where: str, make: Make, monkeyp
     assert (cfg.optimizer.name, cfg.optimizer.eta) == ("rprop", 0.25)  # type: ignore[attr-defined]
     assert part_of("optimizer", cfg.optimizer).load().__name__ == "rprop"
     assert from_plain(json.loads(json.dumps(to_plain(cfg)))).optimizer == cfg.optimizer
-    sent = values.dumps(cfg)
+    sent = coordination.dumps(cfg)
     del sys.modules["my_rprop"]  # as on another rank
-    received = values.loads(sent)
+    received = coordination.loads(sent)
     assert part_of("optimizer", received.optimizer).name == "rprop"
     assert refusal("optimizer=rpop").startswith("optimizer=rpop: unknown optimizer; did you mean 'rprop'?")
     assert (

@@ -14,7 +14,7 @@ import wordrun
 from wordrun.checkpoint.folder import Folder
 from wordrun.config.registry import parts
 from wordrun.data.prepare.sources.base import WorkItem
-from wordrun.dist import values
+from wordrun.dist import coordination
 
 
 def test_configs_arrive_as_they_were() -> None:
@@ -22,7 +22,7 @@ def test_configs_arrive_as_they_were() -> None:
         cfg = wordrun.compose(
             ["data=sample", f"train.backend={part.options.name}", "tracker=wandb", "hooks=[early_stop]"]
         )
-        assert values.loads(values.dumps(cfg)) == cfg, name
+        assert coordination.loads(coordination.dumps(cfg)) == cfg, name
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_configs_arrive_as_they_were() -> None:
     ids=repr,
 )  # fmt: skip
 def test_values_arrive_as_they_were(value: Any) -> None:
-    found = values.loads(values.dumps(value))
+    found = coordination.loads(coordination.dumps(value))
     assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), [Path], 1j])
 def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):
-        values.dumps(value)
+        coordination.dumps(value)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
     [
         {"os:system": [["command", "touch ran"]]}, {"subprocess:Popen": [["args", ["touch", "ran"]]]},
         {"wordrun.common.errors:UserError": []},
-        {"wordrun.dist.values:importlib.import_module": [["name", "antigravity"]]},
+        {"wordrun.dist.coordination:importlib.import_module": [["name", "antigravity"]]},
         {"antigravity:geohash": []}, {"": []}, {"a:b": 1, "c:d": 2},
     ],
 )  # fmt: skip
 def test_what_a_stranger_sends_runs_nothing(found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError):  # noqa: PT011
-        values.loads(json.dumps(found).encode())
+        coordination.loads(json.dumps(found).encode())
     with pytest.raises(ValueError):  # noqa: PT011
-        values.loads(pickle.dumps(found))
+        coordination.loads(pickle.dumps(found))
     assert not list(tmp_path.iterdir())

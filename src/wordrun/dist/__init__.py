@@ -11,16 +11,14 @@
 ``session`` is ``setup``, ``guard`` and ``cleanup`` in one. Importing this module imports neither torch nor mpi4py.
 """
 
+from wordrun.dist.coordination import broadcast, monitored_barrier, share
 from wordrun.dist.failure import abort, guard
 from wordrun.dist.setup import (
-    broadcast,
     cleanup,
     discover_or_exit,
     identify,
-    monitored_barrier,
     session,
     setup,
-    share,
 )
 from wordrun.dist.world import World, discover
 

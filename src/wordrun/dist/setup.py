@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 from wordrun.common import cgroup, slurm
 from wordrun.common.errors import UserError, WorldError, show
 from wordrun.common.log import LOGGER
-from wordrun.dist import mpi, values
+from wordrun.dist import mpi
 from wordrun.dist.device import backend_of, choose_device
 from wordrun.dist.failure import guard
 from wordrun.dist.hang import watch
@@ -39,8 +37,6 @@ class _Joined:
 
 
 _joined = _Joined()
-_broadcasts = itertools.count()
-"""Numbers the broadcasts, which all ranks make in the same order; not reset, as a store may outlive a group."""
 
 
 def identify(env: Mapping[str, str] | None = None) -> World:
@@ -58,46 +54,6 @@ def discover_or_exit() -> World:
         return discover()
     except UserError as error:  # the rank is not known yet
         raise SystemExit(show(error)) from None
-
-
-def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
-    """Return rank 0's ``value`` on every rank; all must call this, before or after ``setup``.
-
-    For plain values, paths and dataclasses (``wordrun.dist.values``). Over MPI, if it is in use, in log(n) rounds; else
-    through the rendezvous store, which every rank reads once.
-    """
-    if world.size == 1:
-        return value
-    data = values.dumps(value) if world.rank == 0 else b""
-    if mpi.in_use(world):
-        return values.loads(mpi.broadcast(data))
-    store, key = shared_store(world, timeout_s), f"wordrun/broadcast/{next(_broadcasts)}"
-    if world.rank == 0:
-        store.set(key, data)
-    return values.loads(store.get(key))
-
-
-def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
-    """Do as ``broadcast``: the old name, which is accepted until the next release."""
-    LOGGER.warning("dist.share is now called dist.broadcast; the old name is accepted until the next release")
-    return broadcast(value, world, timeout_s)
-
-
-def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:
-    """Return whether every rank calls this with the same, new ``name`` before ``timeout_s`` is over for one of them.
-
-    It needs no collective, so the ranks that do not call it may be in one.
-    """
-    if world.size == 1:
-        return True
-    store, key = shared_store(world), f"wordrun/arrived/{name}"
-    if store.add(key, 1) == world.size:
-        store.set(f"{key}/all", b"")
-    try:
-        store.wait([f"{key}/all"], timedelta(seconds=timeout_s))
-    except RuntimeError:  # DistStoreError: it timed out
-        return False
-    return True
 
 
 def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:

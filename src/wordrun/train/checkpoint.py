@@ -18,7 +18,7 @@ from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.common.run_dir import CHECKPOINTS, gone
 from wordrun.config.schema import Config
 from wordrun.dist import World
-from wordrun.dist.agreement import Agreement
+from wordrun.dist.coordination import Agreement
 from wordrun.train.options import TrainConfig
 
 # How the errors of a disk begin, the operating system's and ours.
