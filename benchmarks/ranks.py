@@ -50,8 +50,8 @@ def checkpoint(ranks: int) -> dict[str, float]:
 
     from wordrun.checkpoint import index
     from wordrun.checkpoint.folder import file_of
-    from wordrun.checkpoint.grid import Box, Cut, Grid
     from wordrun.checkpoint.index import Divided, StoredTensor
+    from wordrun.checkpoint.sharding import Box, Cut, Sharding
 
     shapes = {"qkv": (3 * WIDTH, WIDTH), "proj": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
     names = {
@@ -65,9 +65,9 @@ def checkpoint(ranks: int) -> dict[str, float]:
     def plan() -> dict[str, StoredTensor]:
         made = {}
         for name, shape in names.items():
-            grid = Grid(shape, (Cut(0, ranks, 1),))
-            grid.box(rank)
-            made[name] = StoredTensor(torch.Size(shape), torch.float32, Divided(grid, 0))
+            sharding = Sharding(shape, (Cut(0, ranks, 1),))
+            sharding.box(rank)
+            made[name] = StoredTensor(torch.Size(shape), torch.float32, Divided(sharding, 0))
         return made
 
     found["plan_s"], tensors = timed(plan)
@@ -80,7 +80,8 @@ def checkpoint(ranks: int) -> dict[str, float]:
 
         def find() -> int:  # as another number of ranks reads it
             windows = [
-                (each, Grid(tuple(each.shape), (Cut(0, ranks // 3, 1),)).box(ranks // 5)) for each in stored.values()
+                (each, Sharding(tuple(each.shape), (Cut(0, ranks // 3, 1),)).box(ranks // 5))
+                for each in stored.values()
             ]
             return sum(len(list(each.overlapping(Box(*window)))) for each, window in windows)
 
@@ -166,14 +167,16 @@ def owners(ranks: int) -> dict[str, float]:
 
     import torch.distributed
 
-    from wordrun.checkpoint.grid import Cut, Grid
+    from wordrun.checkpoint.sharding import Cut, Sharding
     from wordrun.train.optim import owners
 
-    grids = [Grid((WIDTH, WIDTH), (Cut(0, ranks, 1),))] * (6 * LAYERS)
+    shardings = [Sharding((WIDTH, WIDTH), (Cut(0, ranks, 1),))] * (6 * LAYERS)
     with mock.patch.multiple(
         "wordrun.train.optim.owners.dist", get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
     ):
-        seconds, _ = timed(lambda: owners.assign(grids, [1.0] * len(grids), "", torch.float32, torch.device("cpu")))
+        seconds, _ = timed(
+            lambda: owners.assign(shardings, [1.0] * len(shardings), "", torch.float32, torch.device("cpu"))
+        )
     return {"assign_s": seconds}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.model.base import Model

@@ -155,7 +155,7 @@ import wordrun
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import UserError
 
 

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from wordrun.checkpoint import index
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,7 +12,7 @@ import torch
 
 import together
 from wordrun.checkpoint import folder as folders, index
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)

@@ -57,9 +57,9 @@ from wordrun.dist import torch_private
 from wordrun.backend.tensors import local
 from wordrun.backend.optimizer import tensors_of
 from wordrun.backend.stopwatch import Stopwatch
-from wordrun.checkpoint import index, shards, sums
+from wordrun.checkpoint import index, shards, checksums
 from wordrun.checkpoint.folder import file_of
-from wordrun.checkpoint.grid import Box
+from wordrun.checkpoint.sharding import Box
 from wordrun.config.rules import check
 from wordrun.train.options import accumulation
 from wordrun.data.batch import Batch
@@ -145,7 +145,7 @@ def walk(optimizer):
     share = shards.to_write(state, layout, rank, rows)
     save = made.begin_save({own: torch.arange(3)})
     save.write(folder)
-    assert sums.problem(folder / file_of(rank)) == ""
+    assert checksums.problem(folder / file_of(rank)) == ""
     found["file"] = (folder / file_of(rank)).stat().st_size
     found["index"] = (folder / index.INDEX).write_text(json.dumps({n: t.plain() for n, t in share.tensors.items()}))
 

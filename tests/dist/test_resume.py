@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import together
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.commands.export import ExportConfig, export
 from wordrun.dist import torch_private
 

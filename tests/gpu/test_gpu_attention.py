@@ -85,7 +85,7 @@ def test_the_cache_changes_nothing(train: Train, device: torch.device, model: li
     import torch
 
     from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
-    from wordrun.checkpoint.saved import find
+    from wordrun.checkpoint.load import find
     from wordrun.commands.generate import read_model
     from wordrun.model.generate import Cached, generate
 

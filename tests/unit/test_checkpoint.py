@@ -26,7 +26,7 @@ from wordrun import cli
 from wordrun.backend import precision
 from wordrun.backend.ddp import DDPBackend
 from wordrun.checkpoint import folder as folders, shards
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.registry import parts
 from wordrun.config.schema import from_plain, to_plain

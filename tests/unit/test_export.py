@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.commands.export import main
 from wordrun.common import sigint
 from wordrun.common.errors import UserError

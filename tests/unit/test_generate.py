@@ -20,7 +20,7 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from wordrun import model as models
-from wordrun.checkpoint.saved import Saved
+from wordrun.checkpoint.load import Saved
 from wordrun.commands.generate import Screen, _training, main
 from wordrun.config.schema import Config
 from wordrun.data.tokenizers.base import END

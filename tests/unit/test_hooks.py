@@ -18,7 +18,7 @@ import torch
 
 import wordrun
 from wordrun.checkpoint import folder as folders
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.commands.export import ExportConfig, export
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.track.jsonl import read

@@ -21,7 +21,7 @@ import torch
 
 import wordrun
 from wordrun.checkpoint import folder as folders, index, torch_format
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import UserError
 from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.model import pretrained

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from wordrun.checkpoint import grid as grids, index, shards, sums
+from wordrun.checkpoint import checksums, index, sharding as shardings, shards
 from wordrun.checkpoint.folder import DamagedError
-from wordrun.checkpoint.grid import Cut, Grid
+from wordrun.checkpoint.sharding import Cut, Sharding
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.dist.mesh import Layout
 
@@ -93,15 +93,15 @@ def test_any_changed_byte_of_a_file_is_noticed(tmp_path: Path) -> None:
     shards.write(tmp_path, [TensorShard("weight", weight.shape, (0, 0), weight)])
     file = tmp_path / "shards-00000.safetensors"
     whole = file.read_bytes()
-    assert sums.problem(file) == sums.problem(file, content=False) == ""
+    assert checksums.problem(file) == checksums.problem(file, content=False) == ""
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert file.name in sums.problem(file), at
+        assert file.name in checksums.problem(file), at
     for other in (whole[:-1], whole + b"0", whole[:20], b""):
         file.write_bytes(other)
-        assert file.name in sums.problem(file, content=False)
+        assert file.name in checksums.problem(file, content=False)
     file.unlink()
-    assert sums.problem(file) == f"{file.name}: No such file or directory"
+    assert checksums.problem(file) == f"{file.name}: No such file or directory"
 
 
 def test_two_stages_may_have_the_same_buffer(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_boxes_of_a_grid_are_what_torch_divides(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 3))):
         cuts.append(Cut(data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 5)), stride))
         stride *= cuts[-1].shards
-    grid, numbers = Grid(tuple(shape), tuple(cuts)), torch.arange(math.prod(shape)).view(shape)
-    boxes = [grid.box(rank) for rank in range(stride)]
+    sharding, numbers = Sharding(tuple(shape), tuple(cuts)), torch.arange(math.prod(shape)).view(shape)
+    boxes = [sharding.box(rank) for rank in range(stride)]
     for rank, box in enumerate(boxes):
         mine = numbers
         for cut in cuts:
@@ -246,9 +246,11 @@ def test_boxes_of_a_grid_are_what_torch_divides(data: st.DataObject) -> None:
             mine = pieces[at] if at < len(pieces) else mine.narrow(cut.dim, 0, 0)
         assert numbers[box.window].equal(mine)
     low = [data.draw(st.integers(0, size)) for size in shape]
-    window = grids.Box(tuple(low), tuple(data.draw(st.integers(0, n - at)) for at, n in zip(low, shape, strict=True)))
+    window = shardings.Box(
+        tuple(low), tuple(data.draw(st.integers(0, n - at)) for at, n in zip(low, shape, strict=True))
+    )
     wanted = set(numbers[window.window].flatten().tolist())
-    found = dict(grid.overlapping(window))
+    found = dict(sharding.overlapping(window))
     assert all(box == boxes[rank] for rank, box in found.items())
     sharing = {rank for rank, box in enumerate(boxes) if wanted & set(numbers[box.window].flatten().tolist())}
     assert sharing <= found.keys()

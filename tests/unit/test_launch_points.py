@@ -12,7 +12,7 @@ from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import parse
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.study import conduct
+from wordrun.study import base
 
 SWEEP = "wordrun -m train.seed=1,2 hydra/launcher=wordrun"
 STUDY = "wordrun study scaling --nodes 1,2 --out o"
@@ -83,7 +83,7 @@ def test_a_studys_points_get_launchs_options() -> None:
         assert words == [*command.split(), f"--launch={shlex.join(shlex.split(GIVEN))}"]
         for own in ("--launch '--env A=1'", "--launch='--env A=1'"):
             assert job("-N 2 --retries 2", f"{command} {own}")[-1] == "--launch=--retries 2 --env A=1"
-    args = conduct.parse_study(conduct.new_parser("s", ""), ["--out", "o", f"--launch={GIVEN}"], (), "")
+    args = base.parse_study(base.new_parser("s", ""), ["--out", "o", f"--launch={GIVEN}"], (), "")
     assert args.launch == shlex.split(GIVEN)
     assert job("-N 2 --ppn 4", STUDY)[-1] == "--launch=--ppn 4"  # its points are so many nodes
     assert job("-N 2 --ppn 4", PYTHON) == PYTHON.split()

@@ -24,7 +24,7 @@ from wordrun.data.batch import Batch
 from wordrun.data.loader import Loader
 from wordrun.data.options import MIX_PERIOD, TextConfig
 from wordrun.data.order import Mix, Permutation, Sequences, order_of_run
-from wordrun.data.prepare import run, stage, writer
+from wordrun.data.prepare import node_copy, run, writer
 from wordrun.data.prepare.obtain import obtain
 from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import Tokens, examine
@@ -289,25 +289,25 @@ def names(folder: Path) -> set[str]:
 
 
 def test_staging_copies_everything_once(prepared: Path, tmp_path: Path) -> None:
-    to = stage.target(prepared, str(tmp_path))
+    to = node_copy.target(prepared, str(tmp_path))
     shares: list[float] = []
-    stage.copy(prepared, to, shares.append)
+    node_copy.copy(prepared, to, shares.append)
     assert names(to) == names(prepared)
     assert all((to / name).read_bytes() == (prepared / name).read_bytes() for name in names(prepared))
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert stage.is_complete(prepared, to)
+    assert node_copy.is_complete(prepared, to)
 
 
 def test_staging_continues_after_an_interruption(prepared: Path, tmp_path: Path) -> None:
-    to = stage.target(prepared, str(tmp_path))
-    stage.copy(prepared, to)
+    to = node_copy.target(prepared, str(tmp_path))
+    node_copy.copy(prepared, to)
     (to / "manifest.json").unlink()
     (to / "train_000001_00.bin").unlink()
     (to / ".train_000001_00.bin").write_bytes(b"half")
     kept = {path: path.stat().st_mtime_ns for path in to.glob("train_*.bin")}
-    assert not stage.is_complete(prepared, to)
-    stage.copy(prepared, to)
+    assert not node_copy.is_complete(prepared, to)
+    node_copy.copy(prepared, to)
     assert names(to) == names(prepared)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
@@ -318,10 +318,10 @@ def test_a_damaged_shard_is_not_staged(prepared: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(prepared, tmp_path / "broken")
     path = broken / "train_000002_00.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    to = stage.target(broken, str(tmp_path / "stage"))
+    to = node_copy.target(broken, str(tmp_path / "stage"))
     with pytest.raises(UserError, match=r"train_000002_00\.bin is damaged"):
-        stage.copy(broken, to)
-    assert not stage.is_complete(broken, to)
+        node_copy.copy(broken, to)
+    assert not node_copy.is_complete(broken, to)
 
 
 def test_a_stage_without_room_or_rights_is_one_message(
@@ -329,11 +329,11 @@ def test_a_stage_without_room_or_rights_is_one_message(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"data\.stage=.*file"):
-        stage.copy(prepared, stage.target(prepared, str(tmp_path / "file")))
+        node_copy.copy(prepared, node_copy.target(prepared, str(tmp_path / "file")))
     usage: Any = type("Usage", (), {"free": 100})
-    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(node_copy.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"name a larger disk, or leave data\.stage out"):
-        stage.copy(prepared, stage.target(prepared, str(tmp_path)))
+        node_copy.copy(prepared, node_copy.target(prepared, str(tmp_path)))
 
 
 def test_a_run_reads_what_was_staged(prepared: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import wordrun
 from wordrun import Trainer
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.model import lora
 

@@ -20,13 +20,13 @@ import torch
 from safetensors import safe_open
 
 import wordrun
-from wordrun.checkpoint import shards, sums
+from wordrun.checkpoint import checksums, shards
 from wordrun.checkpoint.folder import file_of, write_manifest
-from wordrun.checkpoint.grid import Grid
 from wordrun.checkpoint.index import Divided, StoredTensor
 from wordrun.checkpoint.memory import copies, file as memory_file
 from wordrun.checkpoint.memory.node import NodeMemory, name_of
 from wordrun.checkpoint.memory.peers import PeerError, Peers
+from wordrun.checkpoint.sharding import Sharding
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.rules import check
 from wordrun.dist.world import World
@@ -41,7 +41,7 @@ NAME = name_of(20, "ab12", 0)
 def own(tensors: dict[str, torch.Tensor]) -> tuple[list[shards.TensorShard], dict[str, StoredTensor]]:
     """Return the complete ``tensors`` as what one rank writes."""
     stored = {
-        name: StoredTensor(tensor.shape, tensor.dtype, Divided(Grid(tuple(tensor.shape)), 0))
+        name: StoredTensor(tensor.shape, tensor.dtype, Divided(Sharding(tuple(tensor.shape)), 0))
         for name, tensor in tensors.items()
     }
     return [shards.shard_of(name, tensor) for name, tensor in tensors.items()], stored
@@ -73,12 +73,12 @@ def test_a_held_file_is_what_shards_write_writes(tmp_path: Path) -> None:
     mine, stored = own(tensors)
     complete = memory_file.write(tmp_path, mine, 0, stored)
     path = tmp_path / file_of(0)
-    assert sums.problem(path) == f"{path.name}: its header does not match its checksum", "it is not complete yet"
+    assert checksums.problem(path) == f"{path.name}: its header does not match its checksum", "it is not complete yet"
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.zero_()  # training continues
     complete()
-    assert sums.problem(path) == ""
+    assert checksums.problem(path) == ""
     shards.write_index(tmp_path)
     with safe_open(path, framework="pt") as file:
         for name, tensor in expected.items():
@@ -104,7 +104,7 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> No
 def test_a_rank_that_has_only_empty_shards_writes_a_file(tmp_path: Path) -> None:
     mine, stored = own({"none": torch.empty(0, 4)})
     memory_file.write(tmp_path, mine, 0, stored)()
-    assert sums.problem(tmp_path / file_of(0)) == ""
+    assert checksums.problem(tmp_path / file_of(0)) == ""
 
 
 def checkpoint(memory: NodeMemory, name: str = NAME) -> None:

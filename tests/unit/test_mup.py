@@ -18,7 +18,7 @@ import wordrun
 from wordrun import model as models
 from wordrun.backend.base import BackendSpec
 from wordrun.backend.optimizer import NamedParameters, set_learning_rate
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.commands.export import main
 from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part, part_of, parts

@@ -15,7 +15,7 @@ import torch
 
 import wordrun
 from wordrun import cli
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.commands import generate
 from wordrun.commands.chat import Chat
 from wordrun.commands.export import main as export

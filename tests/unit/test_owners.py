@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wordrun.checkpoint.grid import Cut, Grid
+from wordrun.checkpoint.sharding import Cut, Sharding
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.train.optim import owners
 from wordrun.train.optim.owners import Owners, assign
@@ -46,14 +46,16 @@ def divide(shards: Shards, wholes: list[Tensor], exchange: Exchange, monkeypatch
     monkeypatch.setattr(owners.dist, "get_rank", lambda _: exchange.rank)
     monkeypatch.setattr(owners.dist, "all_to_all_single", exchange)
     found = []
-    grids = [
-        Grid(tuple(whole.shape), (Cut(0, len(shards), 1),) if each.data.shape != whole.shape else ())
+    shardings = [
+        Sharding(tuple(whole.shape), (Cut(0, len(shards), 1),) if each.data.shape != whole.shape else ())
         for whole, each in zip(wholes, shards[0], strict=True)
     ]
     for rank, mine in enumerate(shards):
         exchange.rank = rank
-        assert all(g.box(rank) == (e.offset, e.data.shape) for g, e in zip(grids, mine, strict=True) if e.data.numel())
-        found.append(assign(grids, [float(whole.numel()) for whole in wholes], object(), torch.float32, CPU))
+        assert all(
+            g.box(rank) == (e.offset, e.data.shape) for g, e in zip(shardings, mine, strict=True) if e.data.numel()
+        )
+        found.append(assign(shardings, [float(whole.numel()) for whole in wholes], object(), torch.float32, CPU))
     return found
 
 
@@ -110,7 +112,7 @@ def test_copies_are_divided_and_not_gathered(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rank_alone_sends_nothing() -> None:
     wholes = [torch.randn(2, 3), torch.randn(3, 3)]
-    alone = assign([Grid((2, 3)), Grid((3, 3))], [1.0, 2.0], None, torch.float32, CPU)
+    alone = assign([Sharding((2, 3)), Sharding((3, 3))], [1.0, 2.0], None, torch.float32, CPU)
     owned = alone.to_owners(0, wholes)()
     assert {item: each is wholes[item] for item, each in owned.items()} == {0: True, 1: True}
     assert sorted(alone.from_owners(0, owned)()) == [0, 1]

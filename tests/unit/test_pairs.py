@@ -17,11 +17,11 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.data.corpus import Corpus
-from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import IGNORED
 from wordrun.data.prepare.obtain import obtain
+from wordrun.data.validation_set import ValidationSet
 from wordrun.model.construction import build
 from wordrun.train import language
 from wordrun.train.measures import accuracy
@@ -118,7 +118,7 @@ def test_the_validation_loss_is_the_mean_over_all_answers(ranks: int) -> None:
     hits = (logits.argmax(-1) == whole.targets)[answers].float().mean()
     total = torch.zeros(4, dtype=torch.float64)
     for rank in range(ranks):
-        fixed = FixedSet(corpus.val, 32, 3, None, rank, ranks, rows=rows)
+        fixed = ValidationSet(corpus.val, 32, 3, None, rank, ranks, rows=rows)
         for i in range(len(fixed)):
             batch, weights = fixed[i]
             losses, outputs = model.losses_and_outputs(batch)

@@ -18,7 +18,7 @@ from torch import nn
 import wordrun
 from wordrun.backend.fsdp import check_shared
 from wordrun.backend.unused import Unused, UnusedError
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.commands import generate
 from wordrun.common.errors import ConfigError, PartError, UserError
 from wordrun.config.registry import Part, parts

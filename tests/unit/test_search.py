@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 
 from wordrun.commands.train import main
 from wordrun.common.errors import ConfigError
-from wordrun.study import pool, search
+from wordrun.study import launch_pool, search
 from wordrun.study.options import LauncherOptions, SweeperOptions
 
 # Instead of wordrun: its loss is (x - 3)^2, and with "slow" it evaluates again and again until it is stopped.
@@ -135,15 +135,15 @@ def test_another_space_is_refused(command: list[str], capfd: pytest.CaptureFixtu
 def test_an_interrupted_point_is_continued_in_its_directory(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    wait = pool.Pool.wait
+    wait = launch_pool.LaunchPool.wait
 
-    def interrupted(self: pool.Pool) -> list[pool.Ended]:
+    def interrupted(self: launch_pool.LaunchPool) -> list[launch_pool.Ended]:
         if Path("s/0/metrics.jsonl").exists() and not self.ending:
             signal.raise_signal(signal.SIGTERM)
         return wait(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool.Pool, "wait", interrupted)
+        patch.setattr(launch_pool.LaunchPool, "wait", interrupted)
         assert run(command, "x=choice(2)", "slow=2", n_trials=1) == 75
     assert "continues the search" in capfd.readouterr().out
     assert [trial.state for trial in study().trials] == [TrialState.RUNNING]

@@ -19,7 +19,7 @@ import pytest
 
 from wordrun.commands.study import main
 from wordrun.common.errors import ConfigError, UserError
-from wordrun.study import conduct, pool, scaling
+from wordrun.study import base, launch_pool, scaling
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number
 from wordrun.study.runner import Runner
@@ -186,15 +186,15 @@ def test_an_unknown_study(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return conduct.parse_study(argparse.ArgumentParser(), ["--out", str(OUT), *words], (), "")
+    return base.parse_study(argparse.ArgumentParser(), ["--out", str(OUT), *words], (), "")
 
 
 def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Point(f"p{i}", OUT / f"p{i}", (f"x={i}",), ("-N", f"{nodes}")) for i, nodes in enumerate((1, 2, 3, 1))]
     together = []
-    start = pool.Pool.start
+    start = launch_pool.LaunchPool.start
 
-    def started(self: pool.Pool, point: Point, nodes: int = 1) -> None:
+    def started(self: launch_pool.LaunchPool, point: Point, nodes: int = 1) -> None:
         busy = [each for running in self.running for each in running.placements]
         start(self, point, nodes)
         hosts = Path("out/hosts", point.name).read_text().split()
@@ -202,7 +202,7 @@ def test_points_run_side_by_side_on_disjoint_nodes(tmp_path: Path, monkeypatch: 
         assert not {host for each in busy for host in each.hosts} & set(hosts)
         together.append((point.name, len(busy)))
 
-    monkeypatch.setattr(pool.Pool, "start", started)
+    monkeypatch.setattr(launch_pool.LaunchPool, "start", started)
     free = [Placement((host,)) for host in "abc"]
     with opened(OUT) as table:
         runner = Runner(table, ["true"], ["--dry-run"], lambda run: {}, lambda chunk: None)  # type: ignore
@@ -248,7 +248,7 @@ def submit(*words: str, put: str = "", points: Sequence[Point] = (A,)) -> tuple[
         if put:
             table.put([A], "submitted", put)
         args = arguments("--submit", *words)
-        status = conduct.measure(args, table, points, lambda run: {"speed": 3}, lambda row: "")
+        status = base.measure(args, table, points, lambda run: {"speed": 3}, lambda row: "")
         return status, table.rows["a"]
 
 

@@ -24,7 +24,7 @@ from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.study import part, search, sweep as sweeps
+from wordrun.study import node_share, search, sweep as sweeps
 from wordrun.study.options import LauncherOptions
 from wordrun.study.placements import divide
 from wordrun.study.sweep import together
@@ -176,15 +176,15 @@ def test_a_part_of_a_node_has_its_cores_threads_and_devices() -> None:
     places = divide(wanted, job, decide_ranks(parse(["-n", "2", "x"]), job), threads_given=False)
     words = places[1].words(wanted.launch(), Path("hosts"))
     assert words[:2] == ["-n", "2"]
-    assert words[-4:] == [sys.executable, "-m", "wordrun.study.part", "1/2"]
+    assert words[-4:] == [sys.executable, "-m", "wordrun.study.node_share", "1/2"]
     assert parse(words).launcher_args == ("-v", "-v", "--overlap")
     assert dict(parse(words).env) == {"OMP_NUM_THREADS": "2"}
     assert Path(str(parse(words).hostfile)).read_text() == "n1\n"
-    assert part.portion(list("01234567"), 1, 2) == list("4567")
-    assert part.portion(["0"], 1, 2) == ["0"]
-    assert part.devices({}, 4, 1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "2,3"}
-    assert part.devices({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 4, 0, 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert part.devices({}, 0, 0, 2) == {}
+    assert node_share.portion(list("01234567"), 1, 2) == list("4567")
+    assert node_share.portion(["0"], 1, 2) == ["0"]
+    assert node_share.devices({}, 4, 1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "2,3"}
+    assert node_share.devices({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 4, 0, 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert node_share.devices({}, 0, 0, 2) == {}
 
 
 def test_points_in_a_pbs_job_name_their_hosts_and_are_warned_before_its_end() -> None:
@@ -201,7 +201,7 @@ def test_points_in_a_pbs_job_name_their_hosts_and_are_warned_before_its_end() ->
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_part_has_its_own_cores() -> None:
     show = "import os; print(sorted(os.sched_getaffinity(0)))"
-    words = [sys.executable, "-m", "wordrun.study.part"]
+    words = [sys.executable, "-m", "wordrun.study.node_share"]
     found = [
         json.loads(subprocess.run([*words, f"{each}/2", sys.executable, "-c", show], capture_output=True).stdout)
         for each in range(2)

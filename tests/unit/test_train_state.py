@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 import wordrun
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import from_plain, to_plain

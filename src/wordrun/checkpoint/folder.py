@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wordrun.checkpoint import sums
+from wordrun.checkpoint import checksums
 from wordrun.common import files, run_dir as run_dirs
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.run_dir import CHECKPOINT, CHECKPOINTS, MANIFEST
@@ -24,8 +24,6 @@ from wordrun.common.run_dir import CHECKPOINT, CHECKPOINTS, MANIFEST
 FORMAT = 4
 TOKENIZER = "tokenizer.json"
 SUFFIX = ".safetensors"
-# Bytes per checksum, so that large files are verified without loading them into memory.
-CHUNK = 2**26
 FIELDS = {"step": int, "files": dict, "config": dict, "backend": dict}
 """What every manifest contains."""
 
@@ -106,7 +104,7 @@ class Folder:
                 raise DamagedError(f"{self.path} is damaged: {problem}")
         # Format 4: the checksums of these files are in their own headers. Before, the manifest lists them.
         for number in range(rank, manifest.get("shards", 0), ranks):
-            if problem := sums.problem(self.path / file_of(number), content=content):
+            if problem := checksums.problem(self.path / file_of(number), content=content):
                 raise DamagedError(f"{self.path} is damaged: {problem}")
         return manifest
 
@@ -116,7 +114,7 @@ class Folder:
             found = (self.path / name).stat()
             if not stat.S_ISREG(found.st_mode) or found.st_size != facts["size"]:
                 return f"{name} has {found.st_size:,} bytes, not {facts['size']}"
-            if content and checksums(self.path / name) != facts["crc32"]:
+            if content and checksums.of_chunks(self.path / name) != facts["crc32"]:
                 return f"{name} does not match its checksum"
         except (OSError, ValueError) as error:
             return f"{name}: {getattr(error, 'strerror', 'not the name of a file')}"
@@ -271,20 +269,8 @@ def best_in(run_dir: Path) -> int | None:
         return None
 
 
-def checksums(path: Path) -> list[int]:
-    """Return the CRC-32 of each chunk of a file."""
-    found: list[int] = []
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(CHUNK, max(1, os.fstat(file.fileno()).st_size))))
-        while True:
-            length = 0
-            while length < len(buffer) and (n := file.readinto(buffer[length:])):
-                length += n
-            if not length:
-                return found
-            found.append(zlib.crc32(buffer[:length]))
-
-
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return size and checksums of the files ``names``, for the manifest."""
-    return {name: {"size": (folder / name).stat().st_size, "crc32": checksums(folder / name)} for name in names}
+    return {
+        name: {"size": (folder / name).stat().st_size, "crc32": checksums.of_chunks(folder / name)} for name in names
+    }

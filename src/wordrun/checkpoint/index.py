@@ -1,6 +1,6 @@
 """The index of a checkpoint: shape and type of each tensor, and where its shards are.
 
-A tensor's shards follow from a few numbers (``Grid``), so that the index does not grow with the number of ranks.
+A tensor's shards follow from a few numbers (``Sharding``), so that the index does not grow with the number of ranks.
 Indexes of format 3 and before list every shard.
 
 Checkpoints come from anywhere, so an index is checked in full before it is used: a wrong one leads to an error, never
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wordrun.checkpoint import torch_format
 from wordrun.checkpoint.folder import DamagedError, file_of
-from wordrun.checkpoint.grid import Box, Cut, Grid
+from wordrun.checkpoint.sharding import Box, Cut, Sharding
 from wordrun.common.errors import first_line
 
 INDEX = "tensors.json"
@@ -48,23 +48,23 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class Divided:
-    """The shards of a tensor that the ranks have divided by a ``Grid``."""
+    """The shards of a tensor that the ranks have divided by a ``Sharding``."""
 
-    grid: Grid
+    sharding: Sharding
     """Of the tensor including padding, which is not stored."""
     first: int
     """The rank whose file contains the first shard."""
 
     def overlapping(self, window: Box, shape: Sequence[int]) -> Iterator[StoredShard]:
         """Yield the shards of a tensor of ``shape`` that share elements with ``window``."""
-        for number, box in self.grid.overlapping(window):
+        for number, box in self.sharding.overlapping(window):
             if (part := box.within(shape)).numel or not math.prod(shape):
                 yield StoredShard(file_of(self.first + number), part.offset, part.shape)
 
     def plain(self, shape: Sequence[int]) -> dict[str, Any]:
         """Return the entries of the index."""
-        padded = {} if self.grid.shape == tuple(shape) else {"padded": self.grid.shape}
-        return {"first": self.first, "cuts": self.grid.cuts, **padded}
+        padded = {} if self.sharding.shape == tuple(shape) else {"padded": self.sharding.shape}
+        return {"first": self.first, "cuts": self.sharding.cuts, **padded}
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _divided(name: str, facts: Mapping[str, Any], shape: tuple[int, ...]) -> Div
         or any(cut.dim >= len(shape) or cut.shards < 1 or cut.stride < 1 for cut in cuts)
     ):
         raise ValueError(f"the division of {name} into shards is invalid: {facts['cuts']!r:.60}")
-    return Divided(Grid(padded, tuple(cuts)), first)
+    return Divided(Sharding(padded, tuple(cuts)), first)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

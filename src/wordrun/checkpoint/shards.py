@@ -22,10 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wordrun.checkpoint import index, sums, torch_format
+from wordrun.checkpoint import checksums, index, torch_format
 from wordrun.checkpoint.folder import SUFFIX, DamagedError, file_of
-from wordrun.checkpoint.grid import Box, Cut, Grid
 from wordrun.checkpoint.index import INDEX, Divided, StoredShard, StoredTensor
+from wordrun.checkpoint.sharding import Box, Cut, Sharding
 from wordrun.common import files
 from wordrun.common.errors import first_line
 from wordrun.dist import torch_private
@@ -55,10 +55,10 @@ def shard_of(name: str, tensor: Tensor, rows: int | None = None) -> TensorShard:
     return TensorShard(name, shape, offset, data)
 
 
-def grid_of(tensor: Tensor, layout: Layout) -> Grid:
+def sharding_of(tensor: Tensor, layout: Layout) -> Sharding:
     """Return how ``tensor`` is divided over the ranks of ``layout``."""
     if not torch_private.is_sharded(tensor):
-        return Grid(tuple(tensor.shape))
+        return Sharding(tuple(tensor.shape))
     names = tensor.device_mesh.mesh_dim_names or ()
     pairs = [
         (axis, how)
@@ -69,7 +69,7 @@ def grid_of(tensor: Tensor, layout: Layout) -> Grid:
         key=lambda pair: torch_private.is_strided(pair[1])
     )  # fully_shard divides what tensor parallelism has left
     cuts = (Cut(how.dim, getattr(layout, axis), layout.stride(axis)) for axis, how in pairs)  # type: ignore[attr-defined]
-    return Grid(tuple(tensor.shape), tuple(cuts))
+    return Sharding(tuple(tensor.shape), tuple(cuts))
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ def to_write(
     share = RankShards([], {})
     largest_first = sorted(tensors.items(), key=lambda pair: -pair[1].numel())
     for name, tensor in largest_first:
-        grid = grid_of(tensor, layout)
-        strides = {cut.stride for cut in grid.cuts}
+        sharding = sharding_of(tensor, layout)
+        strides = {cut.stride for cut in sharding.cuts}
         alike = tuple(axis for axis in ("replicate", "shard", "tp") if layout.stride(axis) not in strides)
         writer = _lightest(load, alike, layout, tensor.numel())
         shard = shard_of(name, tensor, (rows or {}).get(name))
-        share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, Divided(grid, stage + writer))
+        share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, Divided(sharding, stage + writer))
         held = sum(layout.index(rank, axis) * layout.stride(axis) for axis in alike)
         if writer == held:
-            at = grid.box(rank).within(shard.shape)
+            at = sharding.box(rank).within(shard.shape)
             assert shard.data.shape == at.shape, f"{name} is divided differently: {shard.data.shape}, not {at.shape}"
             # Where there are more ranks than rows, some have none.
             if shard.data.numel() or not tensor.numel():
@@ -170,7 +170,7 @@ def write(
         OSError: they could not be written.
     """
     if tensors is None:
-        complete = {each.name: Divided(Grid(tuple(each.shape)), rank) for each in shards}
+        complete = {each.name: Divided(Sharding(tuple(each.shape)), rank) for each in shards}
         tensors = {each.name: StoredTensor(each.shape, each.data.dtype, complete[each.name]) for each in shards}
     mine = {shard.name: shard.data.contiguous() for shard in shards}
     described = {
@@ -185,8 +185,8 @@ def write(
     }
     texts = {"shards": json.dumps(described), "tensors": json.dumps({name: t.plain() for name, t in tensors.items()})}
     path = folder / file_of(rank)
-    save_file(mine, path, {"format": "pt", **texts, "crc32": sums.UNSEALED})
-    sums.seal(path)
+    save_file(mine, path, {"format": "pt", **texts, "crc32": checksums.UNSEALED})
+    checksums.seal(path)
     with path.open("rb") as file:
         os.fchmod(file.fileno(), folder.stat().st_mode & 0o666)  # the library makes it readable by the owner only
         os.fsync(file.fileno())

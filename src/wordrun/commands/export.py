@@ -23,7 +23,7 @@ from wordrun.train.options import DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wordrun.checkpoint.saved import Saved
+    from wordrun.checkpoint.load import Saved
 
 USAGE = """\
 Export a checkpoint to Hugging Face format: model.safetensors, config.json and the tokenizer.
@@ -83,7 +83,7 @@ def export(options: ExportConfig) -> Path:
         UserError: if there is no such checkpoint or the folder cannot be written to.
     """
     # Imported here so that --help and error messages do not wait for torch.
-    from wordrun.checkpoint.saved import find
+    from wordrun.checkpoint.load import find
     from wordrun.data.tokenizers.construction import from_checkpoint
     from wordrun.data.tokenizers.huggingface import require_convertible
 
@@ -214,7 +214,7 @@ def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
 def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
     """Write the weights of ``saved`` as a checkpoint that any backend can start from but no run can resume."""
     from wordrun.checkpoint import folder as folders, shards
-    from wordrun.checkpoint.saved import ARGUMENTS, MODEL
+    from wordrun.checkpoint.load import ARGUMENTS, MODEL
 
     weights = saved.weights(which)
     mine = [shards.shard_of(MODEL + name, weights[name]) for name in weights]

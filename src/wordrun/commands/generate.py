@@ -23,7 +23,7 @@ from wordrun.train.options import DTYPES
 if TYPE_CHECKING:
     import torch
 
-    from wordrun.checkpoint.saved import Saved
+    from wordrun.checkpoint.load import Saved
     from wordrun.model.base import Model
 
 USAGE = """\
@@ -107,7 +107,7 @@ def write(options: GenerateConfig) -> None:
     import torch
 
     from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
-    from wordrun.checkpoint.saved import find
+    from wordrun.checkpoint.load import find
     from wordrun.data.tokenizers import construction as tokenizers
     from wordrun.dist import World
     from wordrun.dist.device import choose_device

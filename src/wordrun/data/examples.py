@@ -17,9 +17,9 @@ from torch import Tensor
 
 from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part
-from wordrun.data.fixed_set import deal
 from wordrun.data.order import Permutation
 from wordrun.data.tensor_batch import TensorBatch
+from wordrun.data.validation_set import deal
 
 Augment = Callable[[Any, np.random.Generator], Any]
 """Returns a random variation of an input, or for batches of another class than ``Examples`` of a dict of the example's

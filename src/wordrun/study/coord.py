@@ -14,7 +14,7 @@ from wordrun.config.rules import require_transformer
 from wordrun.config.schema import Config
 from wordrun.model.options import TransformerConfig
 from wordrun.study import report
-from wordrun.study.conduct import conduct, new_parser, parse_study
+from wordrun.study.base import new_parser, parse_study, run_study
 from wordrun.study.fits import power_law
 from wordrun.study.points import DONE, Point, Points, number, positive_numbers
 from wordrun.study.report import Row
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     base = compose(args.overrides)
     model = require_transformer(base, " is not one of wordrun's transformers, whose layers are measured")
     columns = ("parametrization", "width", "learning_rate", "steps", "loss", *columns_of(model))
-    return conduct(
+    return run_study(
         args,
         Points(args.out, "coord", VERSION, columns),
         lambda: _points(args, base),

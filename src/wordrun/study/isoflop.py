@@ -18,7 +18,7 @@ from wordrun.config.rules import require_transformer
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.study import report
-from wordrun.study.conduct import conduct, new_parser, parse_study
+from wordrun.study.base import new_parser, parse_study, run_study
 from wordrun.study.fits import Optimum, PowerLaw, minimum, power_law
 from wordrun.study.placements import look
 from wordrun.study.points import DONE, Point, Points, number, positive_numbers
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: options are wrong, or results cannot be written.
     """
     args = _parse(argv)
-    return conduct(
+    return run_study(
         args,
         Points(args.out, "isoflop", VERSION, COLUMNS),
         lambda: _points(args),

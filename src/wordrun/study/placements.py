@@ -59,7 +59,7 @@ class Placement:
             words += ["--launcher-args", shlex.join([*given, *self.sharing])]
         if self.threads:
             words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
-        part = [sys.executable, "-m", "wordrun.study.part", f"{self.part}/{self.parts}"] if self.parts > 1 else []
+        part = [sys.executable, "-m", "wordrun.study.node_share", f"{self.part}/{self.parts}"] if self.parts > 1 else []
         return [*words, "--", *part]
 
 

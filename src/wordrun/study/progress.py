@@ -10,8 +10,8 @@ from rich.text import Text
 
 from wordrun.common.log import console
 from wordrun.common.run_dir import RECORD
+from wordrun.study.launch_pool import Ended
 from wordrun.study.points import FAILED, Point, Points
-from wordrun.study.pool import Ended
 
 STYLES = {"failed": "red", "stopped": "yellow", "pruned": "yellow"}
 

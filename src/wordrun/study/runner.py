@@ -13,9 +13,9 @@ from typing import Any
 from wordrun.common.errors import UserError, first_line, lines_without_pages
 from wordrun.launch.output_tail import reason_in
 from wordrun.study import jobs
+from wordrun.study.launch_pool import LaunchPool
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, WAITING, Point, Points
-from wordrun.study.pool import Pool
 from wordrun.study.progress import Progress, Result, varied
 from wordrun.track.run_json import RunRecord, load
 from wordrun.track.run_state import NO_REASON
@@ -66,7 +66,7 @@ class Runner:
         at_once = min(len(free), len(todo))
         print(f"{what}: {_count(len(todo))}, {at_once} at a time{_not_run(others)}", flush=True)
         progress = Progress(self.table, others, result, varied(points))
-        with Pool(self.table.folder, self.command, self.launch, free) as pool:
+        with LaunchPool(self.table.folder, self.command, self.launch, free) as pool:
             while pool.running or (todo and not pool.ending):
                 while todo and sizes[todo[0].name] <= len(pool.free) and not pool.ending:
                     pool.start(todo[0], sizes[todo[0].name])

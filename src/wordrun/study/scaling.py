@@ -14,7 +14,7 @@ from wordrun.config.compose import compose
 from wordrun.config.registry import backends
 from wordrun.launch.request import Ranks
 from wordrun.study import report
-from wordrun.study.conduct import conduct, new_parser, parse_study
+from wordrun.study.base import new_parser, parse_study, run_study
 from wordrun.study.placements import look
 from wordrun.study.points import DONE, Point, Points, number
 from wordrun.study.report import Row
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: options are wrong, or results cannot be written.
     """
     args = _parse(argv)
-    return conduct(
+    return run_study(
         args,
         Points(args.out, "scaling", VERSION, COLUMNS),
         lambda: _points(args),

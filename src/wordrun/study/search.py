@@ -25,9 +25,9 @@ from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import console
 from wordrun.common.validation import higher_is_better
 from wordrun.study import placements
+from wordrun.study.launch_pool import Ended, LaunchPool
 from wordrun.study.options import LauncherOptions, SweeperOptions
 from wordrun.study.points import PRUNED, Point, best
-from wordrun.study.pool import Ended, Pool
 from wordrun.study.progress import Progress
 from wordrun.study.sweep import FILE, Sweep, result
 from wordrun.track import metrics_jsonl
@@ -205,7 +205,7 @@ class Search:
         )
         looked = 0.0
         sweep, keys = self.sweep, self.space
-        with Pool(sweep.dir, sweep.command, sweep.options.launch(), found) as pool:
+        with LaunchPool(sweep.dir, sweep.command, sweep.options.launch(), found) as pool:
             before_now = self.study.get_trials(deepcopy=False, states=tuple(STATES))
             known = {str(t.user_attrs["point"]): STATES[t.state] for t in before_now if "point" in t.user_attrs}
             progress = Progress(
@@ -241,7 +241,7 @@ class Search:
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         return sorted(trials, key=lambda trial: (trial.value or 0.0) * (-1 if self.higher else 1))
 
-    def begin(self, pool: Pool, progress: Progress) -> None:
+    def begin(self, pool: LaunchPool, progress: Progress) -> None:
         """Start the next point, unless the same one has been run before: then its value counts again."""
         trial = self.study.ask(self.space)
         overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
@@ -256,7 +256,7 @@ class Search:
         pool.start(point)
         progress.started(point)
 
-    def look(self, pool: Pool) -> None:
+    def look(self, pool: LaunchPool) -> None:
         """Report new evaluations of running points to Optuna, and stop those that it prunes."""
         for point in [each.point for each in pool.running if each.point.name not in self.pruned]:
             if self.report(point):

@@ -20,9 +20,9 @@ from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.launch.site import Site
 from wordrun.study import jobs, placements
+from wordrun.study.launch_pool import command_of
 from wordrun.study.options import LauncherOptions
 from wordrun.study.points import DONE, WAITING, Point, Points, best
-from wordrun.study.pool import command_of
 from wordrun.study.runner import Runner
 from wordrun.track.run_json import RunRecord
 

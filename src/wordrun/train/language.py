@@ -23,13 +23,13 @@ from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.data.corpus import Corpus
-from wordrun.data.fixed_set import FixedSet
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import READ
 from wordrun.data.prepare.obtain import obtain
 from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
+from wordrun.data.validation_set import ValidationSet
 from wordrun.dist.mesh import Layout
 from wordrun.model import lora, lora_base, pretrained
 from wordrun.model.base import Model
@@ -194,12 +194,12 @@ class LanguageTask(Task):
         size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
         return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
-    def validation_set(self, count: int | None) -> FixedSet:
+    def validation_set(self, count: int | None) -> ValidationSet:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
         parts = [(len(part.val), part.fraction) for part in self.corpus.mix]
         model, val = self.cfg.text_model, self.corpus.val
         rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
-        return FixedSet(
+        return ValidationSet(
             val,
             model.block_size,
             model.batch_size,

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wordrun import dist
 from wordrun.backend.base import Backend, MakeModel
 from wordrun.checkpoint.folder import locate
-from wordrun.checkpoint.saved import find
+from wordrun.checkpoint.load import find
 from wordrun.common import lazy
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config

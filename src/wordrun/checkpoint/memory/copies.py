@@ -24,7 +24,7 @@ from typing import Any
 
 from wordrun import dist
 from wordrun.backend.base import Save, Writer
-from wordrun.checkpoint import folder as folders, sums
+from wordrun.checkpoint import checksums, folder as folders
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import INDEX, StoredTensor
 from wordrun.checkpoint.memory import file, node as node_memory
@@ -280,7 +280,7 @@ class MemoryCheckpoints(BackgroundSaves):
                 raise
             self.memory.clean(ALL)
             fetch()
-        if problem := sums.problem(path):
+        if problem := checksums.problem(path):
             path.unlink()
             raise OSError(problem)
         return path

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from wordrun.checkpoint import sums
+from wordrun.checkpoint import checksums
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
@@ -91,7 +91,7 @@ def _complete(path: Path, entries: Sequence[_Entry], text: str, start: int) -> N
         with mmap.mmap(file.fileno(), 0) as memory, memoryview(memory) as view:
             crcs = [zlib.crc32(view[start + entry.begin : start + entry.end]) for entry in entries]
         file.write(_header(entries, text, crcs))
-    sums.seal(path)
+    checksums.seal(path)
 
 
 def _header(entries: Sequence[_Entry], text: str, crcs: Sequence[int]) -> bytes:
@@ -100,7 +100,7 @@ def _header(entries: Sequence[_Entry], text: str, crcs: Sequence[int]) -> bytes:
         f'{json.dumps(entry.name)}: {entry.facts}, "crc32": {crc:10d}}}'
         for entry, crc in zip(entries, crcs, strict=True)
     )
-    described = {"format": "pt", "shards": f"{{{shards}}}", "tensors": text, "crc32": sums.UNSEALED}
+    described = {"format": "pt", "shards": f"{{{shards}}}", "tensors": text, "crc32": checksums.UNSEALED}
     tensors = {
         entry.name: {"dtype": _type(entry.dtype), "shape": entry.size, "data_offsets": (entry.begin, entry.end)}
         for entry in entries

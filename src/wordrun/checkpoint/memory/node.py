@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wordrun.checkpoint import sums
+from wordrun.checkpoint import checksums
 from wordrun.checkpoint.folder import DamagedError, Folder, file_of, folder_name
 from wordrun.common import cgroup
 from wordrun.common.errors import UserError
@@ -113,7 +113,7 @@ class NodeMemory:
         damaged = []
         for rank in sorted(self.ranks(name))[index::count]:
             file = self.path / name / file_of(rank)
-            if sums.problem(file):
+            if checksums.problem(file):
                 file.unlink(missing_ok=True)
                 damaged.append(rank)
         return damaged

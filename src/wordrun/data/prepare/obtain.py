@@ -15,7 +15,7 @@ from wordrun.config.schema import Config
 from wordrun.data.corpus import Corpus, MixPart, open_foreign, open_prepared, open_text
 from wordrun.data.manifest import is_complete, load
 from wordrun.data.options import TextConfig
-from wordrun.data.prepare import fingerprint, lock, run, stage
+from wordrun.data.prepare import fingerprint, lock, node_copy, run
 from wordrun.data.prepare.sources import locate
 from wordrun.data.prepare.sources.base import Source, WorkItem
 from wordrun.data.shards import Tokens
@@ -99,12 +99,12 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
 
 def _stage(folder: Path, under: str, world: dist.World) -> Path:
     """Copy ``folder`` to this node with one of its ranks, and return the copy."""
-    to = stage.target(folder, under)
+    to = node_copy.target(folder, under)
     lock.once_per_file_system(
         to,
         world,
-        lambda: stage.is_complete(folder, to),
-        lambda: stage.copy(folder, to, _progress_log(f"copying shards to data.stage={under}")),
+        lambda: node_copy.is_complete(folder, to),
+        lambda: node_copy.copy(folder, to, _progress_log(f"copying shards to data.stage={under}")),
         f"the shards to be copied to data.stage={under}",
     )
     return to

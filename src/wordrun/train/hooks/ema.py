@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wordrun.backend.tensors import local
-from wordrun.checkpoint.saved import MODEL
+from wordrun.checkpoint.load import MODEL
 from wordrun.common.log import LOGGER
 from wordrun.dist import torch_private
 from wordrun.train.hooks.options import EMAConfig

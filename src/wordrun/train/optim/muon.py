@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wordrun.backend.optimizer import NamedParameters
 from wordrun.backend.tensors import local
-from wordrun.checkpoint.shards import grid_of
+from wordrun.checkpoint.shards import sharding_of
 from wordrun.dist import torch_private
 from wordrun.model.base import Rows
 from wordrun.train.optim.adamw import AdamW, Named, decay_groups
@@ -111,15 +111,15 @@ class Muon(torch.optim.Optimizer):
             numbers.setdefault("ep" in torch_private.mesh_axes(p), []).append(item)
         found = []
         for is_expert, items in numbers.items():
-            grids, group = [grid_of(parameters[item], at) for item in items], self.group
+            shardings, group = [sharding_of(parameters[item], at) for item in items], self.group
             kinds = [rows[item] for item in items]
             if is_expert:
                 mesh: Any = parameters[items[0]].device_mesh  # type: ignore[attr-defined]
                 group = mesh.get_group("expert_shard") if at.expert_shard > 1 else None
-                grids = [grid.first_shard() for grid in grids]
+                shardings = [sharding.first_shard() for sharding in shardings]
                 kinds = [replace(each, kinds=each.kinds // at.ep) for each in kinds]
-            costs = [cost(grid.shape, each) for grid, each in zip(grids, kinds, strict=True)]
-            found.append(MatrixGroup(items, kinds, assign(grids, costs, group, dtype, device)))
+            costs = [cost(sharding.shape, each) for sharding, each in zip(shardings, kinds, strict=True)]
+            found.append(MatrixGroup(items, kinds, assign(shardings, costs, group, dtype, device)))
         return found
 
     def _update(self, matrices: MatrixGroup, parameters: Sequence[Tensor], directions: Mapping[int, Tensor]) -> None:

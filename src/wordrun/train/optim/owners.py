@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wordrun.checkpoint.grid import Box, Cut, Grid
+from wordrun.checkpoint.sharding import Box, Cut, Sharding
 
 BUCKET = 2**21
 """A bucket has about this many elements per rank: 8 MiB in fp32."""
@@ -117,12 +117,12 @@ class Owners:
 
 
 def assign(
-    grids: Sequence[Grid], costs: Sequence[float], group: Any, dtype: torch.dtype, device: torch.device
+    shardings: Sequence[Sharding], costs: Sequence[float], group: Any, dtype: torch.dtype, device: torch.device
 ) -> Owners:
     """Divide matrices among the ranks of ``group``, which hold their shards.
 
     Args:
-        grids: how each matrix is divided.
+        shardings: how each matrix is divided.
         costs: the cost of the work on each matrix.
         group: the ranks; None: this rank alone.
         dtype: of what is exchanged.
@@ -132,7 +132,7 @@ def assign(
     rank, ranks = (0 if group is None else dist.get_rank(group)), len(numbers)
     holders: dict[tuple[Cut, ...], Holders] = {}
     # Matrices of one shape together, so that an owner computes several at once.
-    order = sorted(range(len(grids)), key=lambda item: (-costs[item], grids[item].shape, item))
+    order = sorted(range(len(shardings)), key=lambda item: (-costs[item], shardings[item].shape, item))
     routes: list[tuple[Route, Route]] = []
     total = [0.0] * ranks
     while order:
@@ -141,17 +141,17 @@ def assign(
         heapq.heapify(load)
         while order and (size < BUCKET * ranks or count < ranks):
             item = order.pop(0)
-            grid, (busy, before, owner) = grids[item], heapq.heappop(load)
+            sharding, (busy, before, owner) = shardings[item], heapq.heappop(load)
             heapq.heappush(load, (busy + costs[item], before + costs[item], owner))
             total[owner] += costs[item]
-            held = holders.setdefault(grid.cuts, Holders(grid.cuts, numbers))
-            transfers = _to(owner, item, grid, held, rank), _from(owner, item, grid, held, rank)
+            held = holders.setdefault(sharding.cuts, Holders(sharding.cuts, numbers))
+            transfers = _to(owner, item, sharding, held, rank), _from(owner, item, sharding, held, rank)
             there, back = there + transfers[0][0], back + transfers[1][0]
             silent = [so_far and each[1] for so_far, each in zip(silent, transfers, strict=True)]
-            count, size = count + 1, size + Box((), grid.shape).numel
+            count, size = count + 1, size + Box((), sharding.shape).numel
         to, back_again = (Route(t, rank, ranks, is_silent=q) for t, q in zip((there, back), silent, strict=True))
         routes.append((to, back_again))
-    return Owners([grid.shape for grid in grids], routes, group, dtype, device)
+    return Owners([sharding.shape for sharding in shardings], routes, group, dtype, device)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Holders:
     """The group's ranks, by their numbers in the job."""
 
     def box_number(self, rank: int) -> int:
-        """Return the number of the box that a rank of the group holds, numbered as in ``Grid.overlapping``."""
+        """Return the number of the box that a rank of the group holds, numbered as in ``Sharding.overlapping``."""
         return sum(self.numbers[rank] // cut.stride % cut.shards * cut.stride for cut in self.cuts)
 
     @cached_property
@@ -180,29 +180,29 @@ class Holders:
         return owner if self.box_number(owner) == number else ranks[owner % len(ranks)]
 
 
-def _boxes(grid: Grid) -> dict[int, Box]:
+def _boxes(sharding: Sharding) -> dict[int, Box]:
     """Return the boxes that are not empty, by their numbers."""
-    return dict(grid.overlapping(Box((0,) * len(grid.shape), grid.shape)))
+    return dict(sharding.overlapping(Box((0,) * len(sharding.shape), sharding.shape)))
 
 
-def _to(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
+def _to(owner: int, item: int, sharding: Sharding, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
     """Return what ``rank`` sends or receives of a matrix on its way to its owner, and whether nobody sends anything."""
-    number, box = held.box_number(rank), grid.box(held.numbers[rank])
+    number, box = held.box_number(rank), sharding.box(held.numbers[rank])
     if rank == owner:
-        mine = [Transfer(held.source(at, owner), owner, item, each) for at, each in _boxes(grid).items()]
+        mine = [Transfer(held.source(at, owner), owner, item, each) for at, each in _boxes(sharding).items()]
     else:
         is_mine = box.numel and held.source(number, owner) == rank
         mine = [Transfer(rank, owner, item, box)] if is_mine else []
-    return mine, grid.box(held.numbers[owner]).shape == grid.shape
+    return mine, sharding.box(held.numbers[owner]).shape == sharding.shape
 
 
-def _from(owner: int, item: int, grid: Grid, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
+def _from(owner: int, item: int, sharding: Sharding, held: Holders, rank: int) -> tuple[list[Transfer], bool]:
     """Return what ``rank`` sends or receives of a matrix on its way back, and whether nobody sends anything."""
-    box = grid.box(held.numbers[rank])
+    box = sharding.box(held.numbers[rank])
     if rank == owner:
-        boxes = _boxes(grid).items()
+        boxes = _boxes(sharding).items()
         mine = [Transfer(owner, each, item, part) for at, part in boxes for each in held.by_box[at]]
     else:
         mine = [Transfer(owner, rank, item, box)] if box.numel else []
-    is_complete = grid.box(held.numbers[owner]).shape == grid.shape
+    is_complete = sharding.box(held.numbers[owner]).shape == sharding.shape
     return mine, is_complete and held.by_box[held.box_number(owner)] == [owner]

@@ -1,4 +1,4 @@
-"""``python -m wordrun.study.part K/M COMMAND...``: run a rank's command on part K of M of its cores and devices.
+"""``python -m wordrun.study.node_share K/M COMMAND...``: run a rank's command on part K of M of its cores and devices.
 
 Points that share nodes are launched in this way, so that they do not share cores or devices. It works under
 every launcher, since it divides what the launcher has given to the rank.

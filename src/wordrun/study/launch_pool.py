@@ -46,7 +46,7 @@ class Ended:
     seconds: float
 
 
-class Pool:
+class LaunchPool:
     """Starts and watches launches; used as a context manager, which handles signals meanwhile.
 
     Args:
@@ -67,7 +67,7 @@ class Pool:
         self._asked: set[str] = set()
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> LaunchPool:
         """Handle signals until the end of the ``with`` block."""
         for number in STOPPING:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, a shell's background job

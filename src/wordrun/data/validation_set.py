@@ -27,7 +27,7 @@ def deal(count: int, batch_size: int, rank: int, size: int) -> tuple[NDArray[np.
     return np.minimum(mine, count - 1), mine < count
 
 
-class FixedSet:
+class ValidationSet:
     """A fixed set of ``count`` (None: all) validation sequences, dealt to the ranks round-robin.
 
     Every rank gets the same number of batches, so evaluation may use collectives; the last batches are padded with

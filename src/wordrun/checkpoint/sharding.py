@@ -57,16 +57,16 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
+class Sharding:
     """A tensor of ``shape``, divided by one cut after the other."""
 
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
 
-    def first_shard(self) -> Grid:
+    def first_shard(self) -> Sharding:
         """Return what the first cut leaves to a rank, divided by the other cuts; all ranks need equal shards."""
         cut, *rest = self.cuts
-        return Grid(cut.shard(Box((0,) * len(self.shape), self.shape), 0).shape, tuple(rest))
+        return Sharding(cut.shard(Box((0,) * len(self.shape), self.shape), 0).shape, tuple(rest))
 
     def box(self, rank: int) -> Box:
         """Return the part that ``rank`` holds."""

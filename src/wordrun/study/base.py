@@ -13,8 +13,8 @@ from wordrun.common import log
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch.request import Options
 from wordrun.study import jobs, placements
+from wordrun.study.launch_pool import command_of
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, Point, Points
-from wordrun.study.pool import command_of
 from wordrun.study.progress import Result
 from wordrun.study.runner import Figures, Runner
 
@@ -65,7 +65,7 @@ def parse_study(
     return args
 
 
-def conduct(
+def run_study(
     args: argparse.Namespace,
     table: Points,
     points: Callable[[], Iterable[Point]],
@@ -102,7 +102,7 @@ def conduct(
 
 
 def measure(args: argparse.Namespace, table: Points, points: Sequence[Point], figures: Figures, result: Result) -> int:
-    """Run the points, or submit them as jobs; return the exit status of the study. See ``conduct``."""
+    """Run the points, or submit them as jobs; return the exit status of the study. See ``run_study``."""
 
     def launch(point: Point) -> list[str]:
         return [*args.launch, *point.launch]
