@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import wordrun
 from wordrun.dist import session
-from wordrun.train.training import Hook
+from wordrun.train.hooks.base import Hook
 
 WORDS = [
     "data=sample", "tracker=jsonl", "model=gpt2", "model.block_size=64", "model.batch_size=1", "model.vocab_size=50304",

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import wordrun
+from wordrun.train.hooks.base import Hook
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import Hook
 
 SAME = "train.dtype=fp32"
 """For comparisons of results: in bf16 every rank rounds its own gradients, and a plain loop would have to as well."""

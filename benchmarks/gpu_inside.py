@@ -13,8 +13,8 @@ import wordrun
 from gpu_common import Bench, overrides, spread
 from gpu_device import synchronize
 from gpu_trace import summarize
+from wordrun.train.hooks.base import Hook
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import Hook
 
 
 class BareBlocks(Hook):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import wordrun
 from wordrun.dist import session
-from wordrun.train.training import Hook
+from wordrun.train.hooks.base import Hook
 
 INTERVAL, NEVER = 10, 10**9
 WORDS = [

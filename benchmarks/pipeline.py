@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 import wordrun
 from wordrun import dist
 from wordrun.backend.options import SCHEDULES, PPConfig
-from wordrun.train.training import Hook, Training
+from wordrun.train.hooks.base import Hook, Training
 
 STEPS, WARM_UP = 12, 3
 SHAPES = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.eval_interval=0", "train.sample_tokens=0",

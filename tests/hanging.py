@@ -16,7 +16,7 @@ import wordrun
 from wordrun import dist
 from wordrun.dist.hang import stacks
 from wordrun.dist.hang import watch
-from wordrun.train.training import Hook
+from wordrun.train.hooks.base import Hook
 
 kind, *words = sys.argv[1:]
 reported, report = Path("reported").absolute(), watch.Watch._report

@@ -36,7 +36,7 @@ for name, tensor in backend.model_state().items():
     assert torch.equal(local(tensor), before[name]), name
 from unittest import mock
 from wordrun.common.errors import ConfigError
-from wordrun.train import hook_checks
+from wordrun.train.hooks import checks as hook_checks
 with mock.patch.object(hook, "averages", {"norm.weight": torch.zeros(16)}):  # which one stage of a pipeline has
     hook_checks.tensors(trainer)
 with mock.patch.object(hook, "averages", {"hist": torch.zeros(16)}):

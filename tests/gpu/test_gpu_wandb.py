@@ -10,8 +10,8 @@ import pytest
 from gpu_runs import SMALL
 
 from wordrun import compose
+from wordrun.train.hooks.base import Hook
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import Hook
 
 if TYPE_CHECKING:
     import torch

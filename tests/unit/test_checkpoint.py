@@ -33,9 +33,9 @@ from wordrun.config.schema import from_plain, to_plain
 from wordrun.track.jsonl import read
 from wordrun.train import rng
 from wordrun.train.hooks import standard
+from wordrun.train.hooks.base import Hook
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import Hook
 
 Words = Callable[..., list[str]]
 SAVING = (

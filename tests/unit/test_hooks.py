@@ -22,12 +22,12 @@ from wordrun.checkpoint.load import find
 from wordrun.commands.export import ExportConfig, export
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.track.jsonl import read
+from wordrun.train.hooks.base import Hook, HookError, HookSet
 from wordrun.train.hooks.ema import EMA
 from wordrun.train.hooks.lr_range import LRRange, steepest
 from wordrun.train.hooks.options import LRRangeConfig, SpikesConfig
 from wordrun.train.spikes import SpikeDetector
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import Hook, HookError, HookSet
 
 Words = Callable[..., list[str]]
 STEPS = (

@@ -12,7 +12,7 @@ import torch
 
 import wordrun
 from wordrun.common.errors import ConfigError, UserError
-from wordrun.train.training import Hook
+from wordrun.train.hooks.base import Hook
 
 PAGE = Path(__file__).parents[2] / "docs/generate.md"
 

@@ -25,8 +25,8 @@ from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.train import failing
+from wordrun.train.hooks.base import Hook
 from wordrun.train.trainer import Trainer
-from wordrun.train.training import Hook
 
 TEXT = "The quick brown fox jumps über the lazy dog .\n" * 60
 

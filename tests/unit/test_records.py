@@ -17,7 +17,7 @@ from wordrun import cli
 from wordrun.checkpoint import folder as folders
 from wordrun.common.errors import UserError
 from wordrun.track.metrics_jsonl import parsed
-from wordrun.train.training import Hook
+from wordrun.train.hooks.base import Hook
 
 Words = Callable[..., list[str]]
 SAVING = (

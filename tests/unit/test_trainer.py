@@ -39,9 +39,9 @@ from wordrun.track import metrics_jsonl
 from wordrun.track.jsonl import read
 from wordrun.track.plots import draw, smooth
 from wordrun.train.hooks import standard
+from wordrun.train.hooks.base import Hook
 from wordrun.train.language import EPOCHS, EPOCHS_WITH_DROPOUT
 from wordrun.train.trainer import Summary, Trainer
-from wordrun.train.training import Hook
 
 if TYPE_CHECKING:
     from conftest import Draws, Start

@@ -22,7 +22,7 @@ from wordrun.common.errors import UserError
 from wordrun.track.jsonl import read
 from wordrun.track.options import WandbConfig
 from wordrun.track.wandb import choose_mode
-from wordrun.train.training import Hook, Training
+from wordrun.train.hooks.base import Hook, Training
 
 Words = Callable[..., list[str]]
 KEY = "0" * 40

@@ -19,10 +19,10 @@ from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
 from wordrun.train.hints import relative, resume_command, unused
+from wordrun.train.hooks.base import Training
 from wordrun.train.metrics import device_name
 from wordrun.train.options import accumulation
 from wordrun.train.schedule import unfinished_warmup
-from wordrun.train.training import Training
 
 
 def start_facts(trainer: Training) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from wordrun.dist.collectives import first_text
 from wordrun.dist.hang import watch
 from wordrun.train import rng
 from wordrun.train.hints import relative
+from wordrun.train.hooks.base import Hook, Training
 from wordrun.train.options import TrainConfig
 from wordrun.train.run import note_failure
-from wordrun.train.training import Hook, Training
 
 # The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
 PATIENCE_S = 300.0

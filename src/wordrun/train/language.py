@@ -38,11 +38,11 @@ from wordrun.model.generate import generate, predictor, why_silent
 from wordrun.model.options import TransformerConfig
 from wordrun.model.transformer import Transformer
 from wordrun.plan.shapes import ModelShapes, shapes_of
+from wordrun.train.hooks.base import Hook
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.options import TrainConfig
 from wordrun.train.task import Task, flops_of
-from wordrun.train.training import Hook
 
 EPOCHS = 40
 """Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""

@@ -26,8 +26,8 @@ from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
 from wordrun.track.run_json import read as read_record
 from wordrun.train import rng
+from wordrun.train.hooks.base import CheckpointHook, Training
 from wordrun.train.run import Elsewhere, Start, recorded
-from wordrun.train.training import CheckpointHook, Training
 
 FREE = {
     "model": {"name", "batch_size"},

@@ -18,10 +18,10 @@ from wordrun.dist import World
 from wordrun.dist.hang import watch
 from wordrun.dist.mesh import Layout
 from wordrun.train import resume
+from wordrun.train.hooks.base import CheckpointHook
 from wordrun.train.memory import MemoryPlan
 from wordrun.train.run import Start
 from wordrun.train.task import task_of
-from wordrun.train.training import CheckpointHook
 
 
 @dataclass(frozen=True)

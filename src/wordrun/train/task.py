@@ -22,8 +22,8 @@ from wordrun.dist.mesh import Layout
 from wordrun.model import mup
 from wordrun.model.base import Model
 from wordrun.plan.shapes import ModelShapes
+from wordrun.train.hooks.base import Hook
 from wordrun.train.metrics import ValidationSet
-from wordrun.train.training import Hook
 
 
 def task_of(cfg: Config) -> type[Task]:

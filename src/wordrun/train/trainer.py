@@ -18,12 +18,14 @@ from wordrun.config.registry import part_of
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.dist.hang import watch
-from wordrun.train import hook_checks, profile, resume, rng
+from wordrun.train import profile, resume, rng
 from wordrun.train.announce import announce, announce_end, start_facts
 from wordrun.train.checkpoint import Checkpoints
 from wordrun.train.evaluation import Evaluation
 from wordrun.train.failing import FailedHooks, explained, load_parts, reason
 from wordrun.train.hints import by_launch, has_huggingface_format, has_huggingface_tokenizer, next_steps
+from wordrun.train.hooks import checks as hook_checks
+from wordrun.train.hooks.base import Hook, HookSet, NoLearningRateError, StopTraining, Training
 from wordrun.train.hooks.compiling import Compile
 from wordrun.train.hooks.nonfinite import Nonfinite, is_finite
 from wordrun.train.hooks.standard import Bar, Checkpoint, Evaluate, Log, Profile, StopTogether
@@ -35,7 +37,6 @@ from wordrun.train.settle import settle
 from wordrun.train.state import TrainState
 from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.task import Task, task_of
-from wordrun.train.training import Hook, HookSet, NoLearningRateError, StopTraining, Training
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from wordrun.checkpoint.memory.copies import MemoryCheckpoints
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.hang import watch
-from wordrun.train import hook_checks, resume
+from wordrun.train import resume
+from wordrun.train.hooks import checks as hook_checks
+from wordrun.train.hooks.base import CheckpointHook, Training, due
 from wordrun.train.run import Start, recorded
-from wordrun.train.training import CheckpointHook, Training, due
 
 
 class MemoryCheckpoint(CheckpointHook):

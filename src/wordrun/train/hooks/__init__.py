@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from wordrun.common.lazy import attribute
 
 if TYPE_CHECKING:
-    from wordrun.train.training import Hook as Hook, Training as Training
+    from wordrun.train.hooks.base import Hook as Hook, Training as Training
 
 __all__ = ["Hook", "Training"]
 
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         __name__,
         name,
         {
-            "Hook": "wordrun.train.training",
-            "Training": "wordrun.train.training",
+            "Hook": "wordrun.train.hooks.base",
+            "Training": "wordrun.train.hooks.base",
         },
     )

@@ -16,7 +16,7 @@ from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import LOGGER
 from wordrun.config.rules import check
 from wordrun.dist.collectives import all_max
-from wordrun.train.training import Hook, Training
+from wordrun.train.hooks.base import Hook, Training
 
 WARM, STEPS = 3, 5
 """Steps that are left out, and steps that are measured after them, without and with compilation."""

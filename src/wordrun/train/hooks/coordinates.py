@@ -10,9 +10,9 @@ from torch import Tensor
 
 from wordrun.common.errors import ConfigError
 from wordrun.model.transformer import Transformer
+from wordrun.train.hooks.base import Hook, Training, due, native
 from wordrun.train.hooks.options import CoordinatesConfig
 from wordrun.train.metrics import evaluation_mode
-from wordrun.train.training import Hook, Training, due, native
 
 
 class Coordinates(Hook):

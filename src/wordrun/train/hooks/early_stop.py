@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from wordrun.common.validation import higher_is_better
+from wordrun.train.hooks.base import Hook, Training
 from wordrun.train.hooks.options import EarlyStopConfig
 from wordrun.train.state import improves
-from wordrun.train.training import Hook, Training
 
 
 class EarlyStop(Hook):

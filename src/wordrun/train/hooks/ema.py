@@ -13,9 +13,9 @@ from wordrun.backend.tensors import local
 from wordrun.checkpoint.load import MODEL
 from wordrun.common.log import LOGGER
 from wordrun.dist import torch_private
+from wordrun.train.hooks.base import Hook, Training, due, native
 from wordrun.train.hooks.options import EMAConfig
 from wordrun.train.metrics import QUIET
-from wordrun.train.training import Hook, Training, due, native
 
 
 class EMA(Hook):

@@ -10,8 +10,8 @@ from wordrun.common.log import LOGGER
 from wordrun.dist.collectives import all_mean
 from wordrun.track.plots import draw_lr_range
 from wordrun.train.hints import relative
+from wordrun.train.hooks.base import Hook, Training
 from wordrun.train.hooks.options import LRRangeConfig
-from wordrun.train.training import Hook, Training
 
 DIVERGED = 4.0
 """The test ends at a loss of this many times the lowest."""

@@ -15,7 +15,7 @@ from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.config.registry import part_of
 from wordrun.dist.collectives import all_max, all_sum
 from wordrun.train import resume
-from wordrun.train.training import Hook, Training, due
+from wordrun.train.hooks.base import Hook, Training, due
 
 # Per checkpoint: if other data has not helped so far, another attempt will not either.
 MAX_ROLLBACKS = 3

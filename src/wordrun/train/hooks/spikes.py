@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from wordrun.train.hooks.base import Hook, Training
 from wordrun.train.hooks.options import SpikesConfig
-from wordrun.train.training import Hook, Training
 
 
 class Spikes(Hook):

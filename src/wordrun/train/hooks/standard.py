@@ -21,10 +21,10 @@ from wordrun.dist.hang import watch
 from wordrun.track.metrics_jsonl import read
 from wordrun.train.checkpoint import OF_DISKS, SaveError
 from wordrun.train.failing import FailedHooks, dispensable
+from wordrun.train.hooks.base import Hook, StopTraining, Training, due
 from wordrun.train.metrics import QUIET, one_line, rate
 from wordrun.train.profile import Profiler
 from wordrun.train.stop import StopSignal
-from wordrun.train.training import Hook, StopTraining, Training, due
 
 # A log gets a line of metrics at most this often; metrics.jsonl gets all of them.
 LINE_S = 5.0

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from wordrun.backend.tensors import local
 from wordrun.dist import torch_private
 from wordrun.dist.collectives import gather_json
+from wordrun.train.hooks.base import Hook, Training, due, native
 from wordrun.train.hooks.options import StatisticsConfig
-from wordrun.train.training import Hook, Training, due, native
 
 
 def statistics(options: StatisticsConfig) -> Statistics:

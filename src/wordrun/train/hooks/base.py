@@ -19,7 +19,7 @@ from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.train.checkpoint import Checkpoints
-from wordrun.train.hook_state import as_json
+from wordrun.train.hooks.plain_state import as_json
 from wordrun.train.memory import MemoryPlan
 from wordrun.train.metrics import Meter
 from wordrun.train.options import accumulation

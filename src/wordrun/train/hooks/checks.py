@@ -8,8 +8,8 @@ from torch import Tensor
 
 from wordrun.backend.native import NativeBackend
 from wordrun.common.errors import ConfigError
-from wordrun.train.hook_state import as_json
-from wordrun.train.training import HookError, Training
+from wordrun.train.hooks.base import HookError, Training
+from wordrun.train.hooks.plain_state import as_json
 
 
 def check(trainer: Training) -> None:
