@@ -28,11 +28,8 @@ from wordrun.train.schedule import checked_rate
 from wordrun.train.state import TrainState
 
 
-class Training(Protocol):
-    """The part of the trainer that hooks, resuming and the handling of non-finite gradients use.
-
-    Methods are collective: every rank must call them.
-    """
+class Training:
+    """What hooks see of the trainer. Methods are collective: every rank must call them."""
 
     cfg: Config
     """The settled options, which config.yaml and checkpoints have."""
@@ -91,15 +88,19 @@ class Training(Protocol):
 
     def evaluate(self) -> float:
         """Return the mean loss over the fixed validation set."""
+        raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
         """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME."""
+        raise NotImplementedError
 
     def generate(self) -> str:
         """Return a sample."""
+        raise NotImplementedError
 
     def save(self, *, best: bool = False) -> None:
         """Save a checkpoint of the current state."""
+        raise NotImplementedError
 
 
 def native(trainer: Training, hook: str) -> NativeBackend:
