@@ -30,15 +30,15 @@ import wordrun
 from memory_peak import peak
 from wordrun import dist
 from wordrun.backend.fsdp import reduce_gradients
-from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.tensors import full, local
+from wordrun.backend.sharded_tensors import full, local
+from wordrun.backend.step_timer import StepTimer
 from wordrun.dist.mesh import blocks_of
 from wordrun.model.construction import materialize, meta_model
 from wordrun.model.transformer import Transformer
-from wordrun.plan.candidates import Estimator
+from wordrun.plan.estimator import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.train.optim.adamw import adamw
 from wordrun.train.optim.options import AdamWConfig
 
@@ -57,7 +57,7 @@ Step = Callable[[], None]
 def step_of(trainer: wordrun.Trainer) -> Step:
     """Return a step of the trainer's backend on its first batch."""
     batches = trainer._micro_batches()
-    clock = Stopwatch(trainer.backend.device)
+    clock = StepTimer(trainer.backend.device)
     clock.start()
 
     def step() -> None:
@@ -184,7 +184,7 @@ def memories(world: dist.World, folder: str) -> list[str]:
     return rows
 
 
-class Silent(Stopwatch):
+class Silent(StepTimer):
     """Measures nothing."""
 
     def lap(self, label: str) -> None:

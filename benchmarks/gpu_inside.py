@@ -28,7 +28,7 @@ class BareBlocks(Hook):
 
     def at_start(self, trainer: Any) -> None:
         """Build the second model and put a block's batches on the device."""
-        from wordrun.backend.transforms import prepare
+        from wordrun.backend.compile import prepare
         from wordrun.model.construction import materialize
         from wordrun.train.optim.adamw import adamw
         from wordrun.train.optim.options import AdamWConfig

@@ -232,7 +232,7 @@ def start(bench: Bench) -> None:
 def planned_bytes(options: Sequence[str], checkpointing: str) -> float | None:
     """Return the planned peak of the configured strategy on one H100 in bytes, or None if there is no estimate."""
     from wordrun.commands.plan import plan as report
-    from wordrun.plan.candidates import Estimate
+    from wordrun.plan.estimator import Estimate
 
     row = report(["plan.devices=1", "plan.device=h100-80", *options]).rows[0]
     return row.memory[checkpointing].total if isinstance(row, Estimate) else None

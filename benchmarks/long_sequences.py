@@ -29,7 +29,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config import rules
 from wordrun.config.schema import Config
 from wordrun.plan.memory import memory
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.strategy import Strategy
 
 GOAL = 0.35
@@ -135,7 +135,7 @@ def step(args: argparse.Namespace, world: Any) -> None:
     import torch
 
     from wordrun import backend
-    from wordrun.backend.stopwatch import Stopwatch
+    from wordrun.backend.step_timer import StepTimer
     from wordrun.config.registry import part_of
     from wordrun.data.batch import Batch
     from wordrun.model.construction import meta_model
@@ -149,8 +149,8 @@ def step(args: argparse.Namespace, world: Any) -> None:
     made = backend.build(spec)
     tokens = torch.randint(VOCAB, (1, args.tokens + 1), generator=torch.Generator().manual_seed(0))
     batches = [Batch(tokens[:, :-1], tokens[:, 1:])]
-    made.train_step(batches, 1e-4, Stopwatch(made.device))  # allocates the optimizer's state
-    most = all_most(peak_of(lambda: made.train_step(batches, 1e-4, Stopwatch(made.device))))
+    made.train_step(batches, 1e-4, StepTimer(made.device))  # allocates the optimizer's state
+    most = all_most(peak_of(lambda: made.train_step(batches, 1e-4, StepTimer(made.device))))
     made.close()
     if world.rank == 0:
         need = memory(shapes_of(cfg.model, VOCAB), Strategy("", cfg, at, on_cpu=True), "none")

@@ -16,7 +16,7 @@ import time
 
 import wordrun
 from wordrun import dist
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.step_timer import StepTimer
 
 MODEL = [
     "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.sample_tokens=0", "train.checkpoint_interval=0",
@@ -41,7 +41,7 @@ def main() -> None:
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for number in range(args.rounds + 2):  # two to warm up
             for name, trainer in trainers.items():
-                batches, clock = trainer._micro_batches(), Stopwatch(trainer.backend.device)
+                batches, clock = trainer._micro_batches(), StepTimer(trainer.backend.device)
                 dist.broadcast(None, world)
                 begin = time.perf_counter()
                 clock.start()

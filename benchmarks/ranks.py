@@ -168,14 +168,16 @@ def owners(ranks: int) -> dict[str, float]:
     import torch.distributed
 
     from wordrun.checkpoint.sharding import Cut, Sharding
-    from wordrun.train.optim import owners
+    from wordrun.train.optim.muon_assignment import assign
 
     shardings = [Sharding((WIDTH, WIDTH), (Cut(0, ranks, 1),))] * (6 * LAYERS)
     with mock.patch.multiple(
-        "wordrun.train.optim.owners.dist", get_process_group_ranks=lambda _: range(ranks), get_rank=lambda _: ranks // 2
+        "wordrun.train.optim.muon_assignment.dist",
+        get_process_group_ranks=lambda _: range(ranks),
+        get_rank=lambda _: ranks // 2,
     ):
         seconds, _ = timed(
-            lambda: owners.assign(shardings, [1.0] * len(shardings), "", torch.float32, torch.device("cpu"))
+            lambda: assign(shardings, [1.0] * len(shardings), "", torch.float32, torch.device("cpu"))
         )
     return {"assign_s": seconds}
 
@@ -211,7 +213,7 @@ def zero(ranks: int) -> dict[str, float]:
 
     import wordrun
     from wordrun import backend
-    from wordrun.backend.stopwatch import Stopwatch
+    from wordrun.backend.step_timer import StepTimer
     from wordrun.config.registry import part_of
     from wordrun.config.rules import check
     from wordrun.data.batch import Batch
@@ -231,7 +233,7 @@ def zero(ranks: int) -> dict[str, float]:
         spec = backend.BackendSpec(cfg, world, check(cfg, ranks, PER_NODE), model, make)
         found[f"build_stage_{stage}_s"], made = timed(partial(backend.build, spec))
         tokens = torch.zeros(cfg.model.batch_size, cfg.transformer.block_size, dtype=torch.int64)
-        step = partial(made.train_step, [Batch(tokens, tokens)], 1e-3, Stopwatch(made.device))
+        step = partial(made.train_step, [Batch(tokens, tokens)], 1e-3, StepTimer(made.device))
         found[f"step_stage_{stage}_s"], _ = timed(step)
         made.close()
     return {**found, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

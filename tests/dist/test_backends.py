@@ -61,7 +61,7 @@ import torch.distributed as td
 import wordrun
 from wordrun import dist
 from wordrun.config import rules
-from wordrun.backend.tensors import full, local
+from wordrun.backend.sharded_tensors import full, local
 from wordrun.train import language
 
 with_all_logits = []

@@ -23,8 +23,8 @@ from torch import nn
 import wordrun
 from wordrun.config.registry import part_of
 from wordrun import backend, dist
-from wordrun.backend.tensors import full
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.sharded_tensors import full
+from wordrun.backend.step_timer import StepTimer
 from wordrun.config.rules import check
 from wordrun.model import Model
 
@@ -155,7 +155,7 @@ def build(case, name, batch_norm, world):
 
 
 def train(made, first, steps, world):
-    clock = Stopwatch(made.device)
+    clock = StepTimer(made.device)
     clock.start()
     made.parts[0].train()
     losses = []
@@ -221,7 +221,7 @@ with dist.session(device="cpu") as world:
         for batch in micro_steps:
             expected.lerp_(part.blocks["0"].linear(batch.x * part.gain).mean(0), 0.1)
     torch.distributed.all_reduce(expected)
-    made.train_step(micro_steps, 0.05, Stopwatch(made.device))
+    made.train_step(micro_steps, 0.05, StepTimer(made.device))
     found["accumulated"] = [part.blocks["0"].norm.mean.tolist(), (expected / world.size).tolist()]
     made.close()
     if world.rank == 0:

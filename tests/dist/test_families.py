@@ -65,7 +65,7 @@ from functools import partial
 from pathlib import Path
 import torch
 from wordrun import backend, dist
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.step_timer import StepTimer
 from wordrun.config.rules import check
 from wordrun.data.batch import Batch
 from wordrun.dist.collectives import all_mean
@@ -82,7 +82,7 @@ with dist.session(device="cpu") as world:
         made = backend.build(backend.BackendSpec(cfg, world, layout, model, optimizer))
         mine = tokens.chunk(layout.dp)[layout.dp_index(world.rank)]
         batch = Batch(mine[:, :-1], mine[:, 1:])
-        first = made.train_step([batch], 3e-2, Stopwatch(made.device)).loss
+        first = made.train_step([batch], 3e-2, StepTimer(made.device)).loss
         losses = all_mean(torch.stack([first, made.losses(batch).mean()])).tolist()
         made.close()
         if world.rank == 0:

@@ -27,7 +27,7 @@ SMALL = [
     "hooks=[ema,statistics,spikes]", "hooks.ema.decay=0.8", "hooks.statistics.interval=2", "hooks.spikes.window=2",
 ]  # fmt: skip
 UNCHANGED = """
-from wordrun.backend.tensors import local
+from wordrun.backend.sharded_tensors import local
 hook, backend = trainer.hooks["ema"], trainer.backend
 before = {name: local(tensor).clone() for name, tensor in backend.model_state().items()}
 with hook.applied(trainer):

@@ -15,10 +15,10 @@ import pytest
 
 from wordrun.config.compose import compose
 from wordrun.config.registry import parts
-from wordrun.plan.candidates import Estimator
+from wordrun.plan.estimator import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
 
 RANKS, PER_NODE, VOCAB = 2**17, 8, 67
 FIRST, MIDDLE, LAST = 0, RANKS // 2 + 1029, RANKS - 1
@@ -54,9 +54,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import wordrun
 from wordrun import backend
 from wordrun.dist import torch_private
-from wordrun.backend.tensors import local
-from wordrun.backend.optimizer import tensors_of
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.sharded_tensors import local
+from wordrun.backend.optimizer_state import tensors_of
+from wordrun.backend.step_timer import StepTimer
 from wordrun.checkpoint import index, shards, checksums
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.sharding import Box
@@ -131,7 +131,7 @@ def walk(optimizer):
         torch_private.settle_buckets(made.replica)
     made.grad_clip = 1e-6
     made.optimizer.register_step_post_hook(count)
-    clock = Stopwatch(made.device)
+    clock = StepTimer(made.device)
     clock.start()
     with mock.patch.multiple(td, recv_object_list=neighbors_shapes, all_to_all_single=received):
         made.train_step([batch] * accumulation(cfg, layout.dp), 1e-3, clock)
@@ -198,7 +198,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 # DeepSpeed looks it up for every rank, for half of the time, and never reads it.
 with mock.patch.object(DeepSpeedZeroOptimizer, "get_first_param_index", lambda *_: None):
     cfg, made, batch = build(optimizers[0])
-made.train_step([batch], 1e-3, Stopwatch(made.device))
+made.train_step([batch], 1e-3, StepTimer(made.device))
 engine = made.engine.optimizer
 shards = engine.single_partition_of_fp32_groups
 states = [t for state in engine.optimizer.state.values() for t in state.values() if hasattr(t, "numel")]

@@ -10,10 +10,10 @@ import pytest
 
 from wordrun.config.compose import compose
 from wordrun.dist import torch_private
-from wordrun.plan.candidates import Estimator
+from wordrun.plan.estimator import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
 
 VOCAB = 67  # characters of data=sample, a prime: no number of ranks divides it
 SMALL = [
@@ -210,14 +210,14 @@ import torch
 import wordrun
 from memory_peak import peak
 from wordrun import backend, dist
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.step_timer import StepTimer
 from wordrun.config.rules import check
 from wordrun.data.batch import Batch
 from wordrun.model import meta_model
-from wordrun.plan.candidates import Estimator
+from wordrun.plan.estimator import Estimator
 from wordrun.plan.memory import memory
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.config.registry import part_of
 
 VOCAB, B, T = 4096, 8, 64
@@ -231,7 +231,7 @@ with dist.session(device="cpu") as world:
         optimizer = partial(part_of("optimizer", cfg.optimizer).build, cfg.optimizer)
         model = partial(meta_model, cfg.model, VOCAB, multiple=layout.tp)
         made = backend.build(backend.BackendSpec(cfg, world, layout, model, optimizer))
-        step = partial(made.train_step, [batch], 1e-3, Stopwatch(made.device))
+        step = partial(made.train_step, [batch], 1e-3, StepTimer(made.device))
         step()  # makes the optimizer's state
         most = min(peak(step) for _ in range(3))  # gloo's threads may keep a tensor for a moment longer
         made.close()

@@ -84,7 +84,7 @@ def test_the_cache_changes_nothing(train: Train, device: torch.device, model: li
     """Logits with the cache are those of the whole text, token by token; in fp32 the texts are equal."""
     import torch
 
-    from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
+    from wordrun.backend.mixed_precision import TORCH_DTYPES, choose_dtype
     from wordrun.checkpoint.load import find
     from wordrun.commands.generate import read_model
     from wordrun.model.generate import Cached, generate

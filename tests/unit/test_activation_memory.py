@@ -14,16 +14,16 @@ import torch
 
 import wordrun
 from wordrun import model as models
-from wordrun.backend.transforms import prepare
+from wordrun.backend.compile import prepare
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.config.rules import check
 from wordrun.dist.mesh import Layout
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
-from wordrun.plan.budget import settings, within_budget
-from wordrun.plan.fit import Fit
 from wordrun.plan.memory import memory
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.memory_budget import settings, within_budget
+from wordrun.plan.memory_fit import Fit
+from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.strategy import Strategy
 from wordrun.train.options import checkpointing_of
 

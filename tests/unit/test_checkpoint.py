@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 import wordrun
 from wordrun import cli
-from wordrun.backend import precision
+from wordrun.backend import mixed_precision
 from wordrun.backend.ddp import DDPBackend
 from wordrun.checkpoint import folder as folders, shards
 from wordrun.checkpoint.load import find
@@ -339,7 +339,7 @@ def test_the_log_has_no_step_twice(copy: Path, small: Words, monkeypatch: pytest
 
 def test_the_loss_scaler_goes_on(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16, which a CPU computes, if slowly: the scale grows or falls with what has overflown."""
-    monkeypatch.setattr(precision, "_is_fast", lambda dtype, device: True)
+    monkeypatch.setattr(mixed_precision, "_is_fast", lambda dtype, device: True)
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**24, backoff_factor=2.0**-4, growth_interval=2)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     words = small(*SAVING, "train.dtype=fp16", "train.on_nonfinite=skip")
@@ -668,7 +668,7 @@ def test_fp16_notices_gradients_that_are_not_finite_at_any_scale(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scaler halves its scale after each; so many may overflow while it looks for the largest one."""
-    monkeypatch.setattr(precision, "_is_fast", lambda dtype, device: True)
+    monkeypatch.setattr(mixed_precision, "_is_fast", lambda dtype, device: True)
 
     def spoil(trainer: Trainer) -> None:
         trainer.backend.parts[0].norm.weight.register_hook(lambda gradient: gradient * torch.nan)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import wordrun
-from wordrun.backend.transforms import compile_options
+from wordrun.backend.compile import compile_options
 from wordrun.dist.mesh import Layout
 from wordrun.train.hooks import compiling
 from wordrun.train.hooks.compiling import STEPS, WARM

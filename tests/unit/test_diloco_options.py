@@ -10,7 +10,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.config.rules import check
 from wordrun.plan.memory import memory
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import traffic
 

@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map
 
 from wordrun import model as models
-from wordrun.backend.transforms import compile_model
+from wordrun.backend.compile import compile_model
 from wordrun.model import attention, flex, kernel_thresholds
 from wordrun.model.options import GPTConfig, LlamaConfig
 

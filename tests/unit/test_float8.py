@@ -16,7 +16,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.config.rules import check
 from wordrun.model.options import GPTConfig
-from wordrun.plan.candidates import Estimate, Unavailable
+from wordrun.plan.estimator import Estimate, Unavailable
 
 CFG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 

@@ -88,7 +88,7 @@ def test_a_model_uses_it_for_many_logits_or_if_it_is_chosen(vocabulary: int, cho
 def test_compiling_the_model_leaves_the_loss_to_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as a part of the model, it would be the chunked code for the uncompiled case, several times slower."""
     from wordrun import model as models
-    from wordrun.backend.transforms import prepare
+    from wordrun.backend.compile import prepare
     from wordrun.config.schema import Config
     from wordrun.data.batch import Batch
     from wordrun.model.options import GPTConfig

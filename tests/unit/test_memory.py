@@ -21,8 +21,8 @@ from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.model.options import TransformerConfig
-from wordrun.plan.fit import TOLERANCE, Fit, Room
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.memory_fit import TOLERANCE, Fit, Room
+from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.train import memory as checked
 from wordrun.train.memory import MemoryPlan
 from wordrun.train.options import accumulation

@@ -14,7 +14,7 @@ import torch
 
 from wordrun import dist
 from wordrun.backend.base import StepResult
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.step_timer import StepTimer
 from wordrun.dist.collectives import all_max, all_mean, all_min, all_rows, all_sum
 from wordrun.plan.devices import DEVICES
 from wordrun.track.base import LEGEND
@@ -89,7 +89,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """Be a group of one rank, on whose clock nothing takes time but its ``sleep``."""
     clock = Clock()
     dist.setup(device="cpu")
-    for module in ("wordrun.backend.stopwatch", "wordrun.train.state"):
+    for module in ("wordrun.backend.step_timer", "wordrun.train.state"):
         monkeypatch.setattr(f"{module}.time", clock)
     yield clock
     dist.cleanup()
@@ -236,7 +236,7 @@ def test_a_rank_alone_gets_the_same_without_a_collective(alone: Clock, monkeypat
 
 
 def test_time_before_the_start_is_not_counted() -> None:
-    clock = Stopwatch(CPU)
+    clock = StepTimer(CPU)
     clock.start()
     clock.lap("forward")
     time.sleep(0.02)

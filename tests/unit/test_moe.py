@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import wordrun
 from wordrun import model as models
+from wordrun.backend.compile import prepare
 from wordrun.backend.options import DDPConfig
-from wordrun.backend.transforms import prepare
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wordrun import model as models
-from wordrun.backend.optimizer import remember_ratios, set_learning_rate, tensors_of
+from wordrun.backend.optimizer_state import remember_ratios, set_learning_rate, tensors_of
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.config.registry import part_of

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
-from wordrun.backend.optimizer import GROUPS, GroupValues, SavedState, StateError
+from wordrun.backend.optimizer_state import GROUPS, GroupValues, SavedState, StateError
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.checkpoint.index import load
 from wordrun.common.errors import ConfigError

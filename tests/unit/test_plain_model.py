@@ -17,7 +17,7 @@ from torch import nn
 
 import wordrun
 from wordrun.backend.fsdp import check_shared
-from wordrun.backend.unused import Unused, UnusedError
+from wordrun.backend.unused_parameters import Unused, UnusedError
 from wordrun.checkpoint.load import find
 from wordrun.commands import generate
 from wordrun.common.errors import ConfigError, PartError, UserError

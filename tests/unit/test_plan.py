@@ -15,8 +15,8 @@ from torch.distributed.pipelining import schedules
 
 from memory_peak import peak
 from wordrun import model as models
+from wordrun.backend.compile import prepare
 from wordrun.backend.options import SCHEDULES, BackendConfig, DDPConfig
-from wordrun.backend.transforms import prepare
 from wordrun.commands.plan import USAGE, main, plan
 from wordrun.common import log
 from wordrun.common.errors import ConfigError
@@ -29,14 +29,15 @@ from wordrun.dist import torch_private
 from wordrun.dist.mesh import Layout
 from wordrun.launch import site_files as sites
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
-from wordrun.plan import shapes, show
+from wordrun.plan import parameter_shapes
 from wordrun.plan.activations import saved_tensors
-from wordrun.plan.advice import Advice, advise
-from wordrun.plan.candidates import Estimate, Estimator, Unavailable
 from wordrun.plan.devices import VARIANTS
+from wordrun.plan.estimator import Estimate, Estimator, Unavailable
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
-from wordrun.plan.shapes import NoEstimateError, ParameterShape, numel, shapes_of
+from wordrun.plan.parameter_shapes import NoEstimateError, ParameterShape, numel, shapes_of
+from wordrun.plan.recommendation import Advice, advise
+from wordrun.plan.report import show
 from wordrun.plan.strategy import Strategy, bubble, in_flight
 from wordrun.plan.traffic import traffic
 from wordrun.train.announce import spread_context
@@ -188,12 +189,12 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """So a run that cannot fit is refused without importing torch."""
     cfg = compose(words).model
-    assert not shapes.needs_torch(cfg)
+    assert not parameter_shapes.needs_torch(cfg)
     found = shapes_of(cfg, 1000, 128)
     other = type("Other", (type(cfg),), {})(**{**vars(cfg), "name": "other"})  # whose shapes only torch knows
     part = replace(part_of("model", cfg), declared=type(other), name="other")
     monkeypatch.setitem(parts("model"), "other", part)
-    assert shapes.needs_torch(other)
+    assert parameter_shapes.needs_torch(other)
     model = shapes_of(other, 1000, 128)
     for name in ("first", "block", "last", "tied"):
         assert sorted(map(repr, getattr(found, name))) == sorted(map(repr, getattr(model, name)))
@@ -432,7 +433,7 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
     found = plan(["model=gpt2", "model.vocab_size=50304"])
     row = found.estimator.first_that_fits("new", [OtherBackend()])
     assert row == Unavailable("new", "no estimate for train.backend=DDP", "no estimate")
-    show.show(log.console(), replace(found, rows=[row]))
+    show(log.console(), replace(found, rows=[row]))
     assert re.search(r"^new +-.* no estimate *$", capsys.readouterr().out, re.MULTILINE)
     estimator = Estimator(
         found.estimator.cfg, replace(found.estimator.model, cfg=OtherModel()), found.estimator.hardware

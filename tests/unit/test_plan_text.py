@@ -17,13 +17,13 @@ from wordrun.config.compose import compose
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
-from wordrun.plan.advice import advise
-from wordrun.plan.candidates import LIKE_ZERO_3, ZERO_3_OFFLOADED, Estimate
-from wordrun.plan.comparison import Comparison
-from wordrun.plan.fit import Fit, Room
+from wordrun.plan.estimator import LIKE_ZERO_3, ZERO_3_OFFLOADED, Estimate
+from wordrun.plan.memory_check import Comparison
+from wordrun.plan.memory_fit import Fit, Room
 from wordrun.plan.options import PlanConfig, hardware, ranks_for_launch
-from wordrun.plan.shapes import shapes_of
-from wordrun.plan.show import Report, show
+from wordrun.plan.parameter_shapes import shapes_of
+from wordrun.plan.recommendation import advise
+from wordrun.plan.report import Report, show
 
 ASSUMED = "(assumed; plan.device=NAME for another, plan.device=cpu for CPUs)"
 

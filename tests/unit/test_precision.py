@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wordrun
-from wordrun.backend import precision
-from wordrun.backend.precision import GAIN, bf16_gain
+from wordrun.backend import mixed_precision
+from wordrun.backend.mixed_precision import GAIN, bf16_gain
 from wordrun.dist import torch_private
 from wordrun.train.metrics import means
 from wordrun.train.trainer import Trainer
@@ -53,7 +53,7 @@ def test_other_load_does_not_change_the_measurement(monkeypatch: pytest.MonkeyPa
         for seconds in (2.0 * fp32, 1.0 * bf16):
             times += [now, now + seconds]
             now += seconds
-    monkeypatch.setattr(precision.time, "thread_time", iter(times).__next__)
+    monkeypatch.setattr(mixed_precision.time, "thread_time", iter(times).__next__)
     assert bf16_gain(256) == 2
 
 
@@ -90,7 +90,7 @@ def test_bf16_has_to_gain_and_a_resumed_run_keeps_it(
         folder = tmp_path / dtype
         with Trainer(wordrun.compose([*words, f"hydra.run.dir={folder}"])) as trainer:
             trainer.train()
-        assert trainer.backend.dtype == precision.TORCH_DTYPES[dtype]
+        assert trainer.backend.dtype == mixed_precision.TORCH_DTYPES[dtype]
     monkeypatch.setattr(time, "thread_time", lambda: 1 / 0)
     again = wordrun.compose([*words, f"hydra.run.dir={tmp_path}/bf16", "train.resume=auto", "train.max_iters=5"])
     with Trainer(again) as trainer:

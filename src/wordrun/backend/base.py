@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from wordrun.backend import float8
-from wordrun.backend.optimizer import (
+from wordrun.backend.mixed_precision import choose_dtype
+from wordrun.backend.optimizer_state import (
     NamedParameters,
     remember_ratios,
     require_optimizer,
@@ -24,8 +25,7 @@ from wordrun.backend.optimizer import (
     warn_of_left_out,
 )
 from wordrun.backend.options import BackendConfig
-from wordrun.backend.precision import choose_dtype
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.step_timer import StepTimer
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.common.errors import ConfigError, UserError
@@ -144,7 +144,7 @@ class Backend(Protocol):
     def scaler(self) -> torch.amp.GradScaler | None:
         """Scales the loss in fp16, otherwise it is disabled; None: an engine scales it, and raises if it cannot."""
 
-    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: StepTimer) -> StepResult:
         """Take one optimizer step on ``batches``, one batch per micro-step."""
 
     def losses(self, batch: Any, outputs: list[Tensor] | None = None) -> Tensor:

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import NativeBackend
+from wordrun.backend.compile import compile_options, prepare
 from wordrun.backend.options import DDPConfig
-from wordrun.backend.transforms import compile_options, prepare
+from wordrun.backend.torch_backend import TorchBackend
 from wordrun.dist import mpi, torch_private
 from wordrun.model.base import Model
 from wordrun.model.construction import materialize
@@ -28,7 +28,7 @@ def average_over_mpi(communicator: Any, bucket: Any) -> torch.futures.Future[Ten
     return done
 
 
-class DDPBackend(NativeBackend):
+class DDPBackend(TorchBackend):
     """``train.backend=DDP``."""
 
     def __init__(self, spec: BackendSpec) -> None:

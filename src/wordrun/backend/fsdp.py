@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.native import NativeBackend
+from wordrun.backend.compile import compile_options, prepare_block, prepare_rest
+from wordrun.backend.mixed_precision import TORCH_DTYPES
 from wordrun.backend.options import FSDPConfig
-from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.backend.tensors import local
-from wordrun.backend.transforms import compile_options, prepare_block, prepare_rest
+from wordrun.backend.sharded_tensors import local
+from wordrun.backend.torch_backend import TorchBackend
 from wordrun.common.errors import ConfigError
 from wordrun.config.rules import context_attention
 from wordrun.dist import torch_private
@@ -33,7 +33,7 @@ from wordrun.model.moe import Experts
 from wordrun.model.transformer import Transformer
 
 
-class FSDPBackend(NativeBackend):
+class FSDPBackend(TorchBackend):
     """``train.backend=FSDP`` and ``TP``; ``TP`` is the same with ``backend.tp`` above 1.
 
     Gradients are reduce-scattered after each micro-step, so that no rank keeps them unsharded. If parameters stay

@@ -13,11 +13,11 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from wordrun.backend.base import BackendSpec, Fetch, StepResult
-from wordrun.backend.buffers import KeptBuffers
+from wordrun.backend.buffer_snapshot import BufferSnapshot
 from wordrun.backend.fsdp import FSDPBackend
 from wordrun.backend.options import INTERLEAVED, PPConfig
-from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.tensors import full, local
+from wordrun.backend.sharded_tensors import full, local
+from wordrun.backend.step_timer import StepTimer
 from wordrun.common.errors import ConfigError
 from wordrun.dist import torch_private
 from wordrun.dist.mesh import blocks_of, owner_of
@@ -70,12 +70,12 @@ class PipelineBackend(FSDPBackend):
         )
         self.tied = self._tied_weights()
 
-    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: StepTimer) -> StepResult:
         """Take one optimizer step, sending all ``batches`` through the pipeline."""
         inputs, every, targets = self.parts[0].stage_inputs(batches)
         self.scale = 1.0 if batches[0].scale is None else batches[0].scale
         losses: list[Tensor] = []
-        kept = KeptBuffers(self.parts) if self.skips else None
+        kept = BufferSnapshot(self.parts) if self.skips else None
         first = (inputs,) if self.parts[0].is_first else ()
         # The last stage computes the losses; the schedule wants a target, but does not use it.
         last = {"target": targets, "targets": targets, "losses": losses} if self.parts[-1].is_last else {}

@@ -125,7 +125,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
     """Write the weights of ``saved`` as safetensors files, of at most ``limit`` bytes unless one weight is larger."""
     from safetensors.torch import save_file
 
-    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.backend.mixed_precision import TORCH_DTYPES
     from wordrun.model import mup
     from wordrun.model.huggingface import to_huggingface
 
@@ -160,7 +160,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
 
 def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and, unless the vocabulary is missing, the tokenizer files."""
-    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.backend.mixed_precision import TORCH_DTYPES
     from wordrun.data.tokenizers.construction import from_checkpoint
     from wordrun.data.tokenizers.huggingface import chat_template, tokenizer_json
     from wordrun.model.huggingface import huggingface_config
@@ -200,7 +200,7 @@ def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
     """
     from safetensors.torch import save_file
 
-    from wordrun.backend.precision import TORCH_DTYPES
+    from wordrun.backend.mixed_precision import TORCH_DTYPES
     from wordrun.model.huggingface import adapter
 
     if saved.lora is None:

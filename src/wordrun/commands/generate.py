@@ -106,7 +106,7 @@ def write(options: GenerateConfig) -> None:
     # Imported here so that --help and error messages do not wait for torch.
     import torch
 
-    from wordrun.backend.precision import TORCH_DTYPES, choose_dtype
+    from wordrun.backend.mixed_precision import TORCH_DTYPES, choose_dtype
     from wordrun.checkpoint.load import find
     from wordrun.data.tokenizers import construction as tokenizers
     from wordrun.dist import World

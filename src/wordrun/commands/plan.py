@@ -11,12 +11,12 @@ from wordrun.common import errors, log
 from wordrun.config.arguments import describe, parse
 from wordrun.config.compose import compose
 from wordrun.config.schema import Config
-from wordrun.plan import show
-from wordrun.plan.advice import Advice, advise
-from wordrun.plan.candidates import Estimator
 from wordrun.plan.devices import VARIANTS
+from wordrun.plan.estimator import Estimator
 from wordrun.plan.options import CPU, PlanConfig, hardware, ranks_for_launch
-from wordrun.plan.shapes import shapes_of
+from wordrun.plan.parameter_shapes import shapes_of
+from wordrun.plan.recommendation import Advice, advise
+from wordrun.plan.report import Report, as_json, show
 
 USAGE = """\
 Estimate the memory that a model needs per device under every backend, and recommend a backend.
@@ -49,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except errors.UserError as error:
         return errors.show(error)
     if args.json:
-        print(show.as_json(report))
+        print(as_json(report))
     else:
-        show.show(log.console(), report)
+        show(log.console(), report)
     return 0
 
 
-def plan(arguments: Sequence[str]) -> show.Report:
+def plan(arguments: Sequence[str]) -> Report:
     """Return the plan for a command line.
 
     Raises:
@@ -77,7 +77,7 @@ def plan(arguments: Sequence[str]) -> show.Report:
     rows = estimator.rows()
     advice = advise(estimator, rows)
     launch = ["launch", *ranks_for_launch(options, target)]
-    return show.Report(estimator, rows, advice, command(launch, overrides, advice, cfg), source)
+    return Report(estimator, rows, advice, command(launch, overrides, advice, cfg), source)
 
 
 def vocabulary(cfg: Config) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from wordrun.backend.options import FSDPConfig
 from wordrun.config.rules import context_attention
 from wordrun.model.kernel_thresholds import CHUNK, LARGE, ROWS, keeps_weights
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
-from wordrun.plan.shapes import ModelShapes, NoEstimateError
+from wordrun.plan.parameter_shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
 from wordrun.train.options import checkpointing_of
 

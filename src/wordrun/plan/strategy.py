@@ -10,7 +10,7 @@ from typing import Any
 from wordrun.backend.options import INTERLEAVED, BackendConfig, PPConfig
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout, blocks_of, owner_of
-from wordrun.plan.shapes import NoEstimateError
+from wordrun.plan.parameter_shapes import NoEstimateError
 from wordrun.train.options import accumulation
 
 FP32 = 4

@@ -12,7 +12,7 @@ from functools import singledispatch
 from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConfig
 from wordrun.config.rules import context_attention
 from wordrun.model.options import MoEConfig
-from wordrun.plan.shapes import ModelShapes, numel
+from wordrun.plan.parameter_shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, Strategy, registered, stages_of
 
 Stages = Sequence[Sequence[int]]

@@ -14,7 +14,7 @@ import torch
 from wordrun.common.log import FIRST_RANK, LOG_FILE, LOGGER
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
-from wordrun.plan.shapes import ModelShapes
+from wordrun.plan.parameter_shapes import ModelShapes
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wordrun import dist
-from wordrun.backend.unused import UnusedError
+from wordrun.backend.unused_parameters import UnusedError
 from wordrun.common import exit_reports
 from wordrun.common.errors import OtherRankError, PartError, UserError, first_line, raise_all
 from wordrun.common.log import FIRST_RANK, LOGGER

@@ -37,7 +37,7 @@ from wordrun.model.construction import meta_model, new_model
 from wordrun.model.generate import generate, predictor, why_silent
 from wordrun.model.options import TransformerConfig
 from wordrun.model.transformer import Transformer
-from wordrun.plan.shapes import ModelShapes, shapes_of
+from wordrun.plan.parameter_shapes import ModelShapes, shapes_of
 from wordrun.train.hooks.base import Hook
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode

@@ -13,10 +13,10 @@ from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.collectives import all_min
 from wordrun.dist.mesh import Layout
-from wordrun.plan.budget import within_budget
-from wordrun.plan.comparison import Comparison
-from wordrun.plan.fit import TOLERANCE, Fit, Room, gib, readable
-from wordrun.plan.shapes import ModelShapes
+from wordrun.plan.memory_budget import within_budget
+from wordrun.plan.memory_check import Comparison
+from wordrun.plan.memory_fit import TOLERANCE, Fit, Room, gib, readable
+from wordrun.plan.parameter_shapes import ModelShapes
 from wordrun.train.metrics import device_name
 
 UNLIMITED = 2**60

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from wordrun.backend.base import Backend, StepResult
-from wordrun.backend.stopwatch import Stopwatch
+from wordrun.backend.step_timer import StepTimer
 from wordrun.dist.collectives import all_max, all_mean, all_rows, all_sum
 from wordrun.dist.hang import watch
 from wordrun.plan import devices
@@ -75,7 +75,7 @@ class Meter:
         tokens_per_example: int | None,
         flops_per_example: int | None,
     ) -> None:
-        self.clock = Stopwatch(device)
+        self.clock = StepTimer(device)
         self.device, self.ranks = device, ranks
         self.tokens_per_example, self.flops_per_example = tokens_per_example, flops_per_example
         self.peak = peak_flops(device_name(device), dtype)

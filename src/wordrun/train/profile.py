@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wordrun.backend.stopwatch import LABELS, Stopwatch
+from wordrun.backend.step_timer import LABELS, StepTimer
 from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import ANY_RANK, LOGGER
 from wordrun.config.registry import part_of
@@ -33,7 +33,7 @@ class Profiler:
     every_rank = False
     """Whether every rank takes part, whatever ``profiler.ranks`` is."""
 
-    def watch(self, clock: Stopwatch) -> None:
+    def watch(self, clock: StepTimer) -> None:
         """Take note of the clock that measures the phases of a step; called before ``start``."""
 
     def start(self) -> None:
@@ -193,7 +193,7 @@ class SpansProfiler(Profiler):
 
     every_rank = True
 
-    def watch(self, clock: Stopwatch) -> None:
+    def watch(self, clock: StepTimer) -> None:
         """Use the trainer's clock."""
         self._clock = clock
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from wordrun import dist
-from wordrun.backend.precision import fast_dtype
+from wordrun.backend.mixed_precision import fast_dtype
 from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.folder import DamagedError, Folder, LostError
 from wordrun.common import slurm

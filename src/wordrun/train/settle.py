@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wordrun.backend.precision import settled_dtype
+from wordrun.backend.mixed_precision import settled_dtype
 from wordrun.common.errors import ConfigError
 from wordrun.common.section import frozen
 from wordrun.config.rules import check

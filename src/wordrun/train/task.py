@@ -21,7 +21,7 @@ from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
 from wordrun.model import mup
 from wordrun.model.base import Model
-from wordrun.plan.shapes import ModelShapes
+from wordrun.plan.parameter_shapes import ModelShapes
 from wordrun.train.hooks.base import Hook
 from wordrun.train.metrics import ValidationSet
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun.backend.base import BackendSpec, Fetch, Save, StepResult, Writer, checked
+from wordrun.backend.compile import compile_options, prepare
 from wordrun.backend.deepspeed import compat, settings as ds_config
 from wordrun.backend.deepspeed.options import DeepSpeedConfig
-from wordrun.backend.optimizer import NamedParameters, set_learning_rate
-from wordrun.backend.precision import TORCH_DTYPES
-from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.tensors import average
-from wordrun.backend.transforms import compile_options, prepare
+from wordrun.backend.mixed_precision import TORCH_DTYPES
+from wordrun.backend.optimizer_state import NamedParameters, set_learning_rate
+from wordrun.backend.sharded_tensors import average
+from wordrun.backend.step_timer import StepTimer
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.dist import World
@@ -117,7 +117,7 @@ class DeepSpeedBackend:
         """Return ``batch`` in the precision of the weights, if it can do that; the engine does not use autocast."""
         return batch.cast(self.dtype) if hasattr(batch, "cast") else batch
 
-    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: StepTimer) -> StepResult:
         """Take one optimizer step on ``batches``."""
         set_learning_rate(self.optimizer, learning_rate)
         losses = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wordrun.backend.deepspeed.options import DeepSpeedConfig
 from wordrun.plan.activations import activation_memory
 from wordrun.plan.memory import Memory, memory_of_rank, offload, optimizer_state
-from wordrun.plan.shapes import ModelShapes, numel
+from wordrun.plan.parameter_shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, Strategy
 from wordrun.plan.traffic import Traffic, ring, traffic
 

@@ -23,9 +23,9 @@ from wordrun.backend.base import BackendSpec, Fetch, StepResult
 from wordrun.backend.ddp import DDPBackend
 from wordrun.backend.diloco.options import DilocoConfig
 from wordrun.backend.fsdp import FSDPBackend
-from wordrun.backend.native import NativeBackend
-from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.tensors import local
+from wordrun.backend.sharded_tensors import local
+from wordrun.backend.step_timer import StepTimer
+from wordrun.backend.torch_backend import TorchBackend
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.common.log import FIRST_RANK, LOGGER
@@ -35,7 +35,7 @@ BUCKET = 2**24
 """Elements that are exchanged at once: 64 MiB in fp32."""
 
 
-class Islands(NativeBackend):
+class Islands(TorchBackend):
     """The backend of a rank's island, with the weights that all islands share (the outer weights)."""
 
     on_islands = True
@@ -78,7 +78,7 @@ class Islands(NativeBackend):
                 extra=FIRST_RANK,
             )
 
-    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: StepTimer) -> StepResult:
         """Take one optimizer step on this island, and exchange the fragments that are due; after the last step, all."""
         result = super().train_step(batches, learning_rate, clock)
         self.steps += 1

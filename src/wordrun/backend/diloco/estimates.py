@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from wordrun.backend.diloco.options import DilocoConfig
 from wordrun.plan.memory import Memory, memory_of_rank
-from wordrun.plan.shapes import ModelShapes, numel
+from wordrun.plan.parameter_shapes import ModelShapes, numel
 from wordrun.plan.strategy import FP32, Strategy, on_island
 from wordrun.plan.traffic import Traffic, ring, traffic
 

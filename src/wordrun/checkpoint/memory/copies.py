@@ -37,7 +37,7 @@ from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.collectives import first_text, gather_json
-from wordrun.plan.fit import readable
+from wordrun.plan.memory_fit import readable
 from wordrun.train.checkpoint import BackgroundSaves, SaveError
 
 # However a run ends, it waits this long [s] for the checkpoint being written.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from wordrun.backend.base import Backend, StepResult
-from wordrun.backend.native import NativeBackend
+from wordrun.backend.torch_backend import TorchBackend
 from wordrun.common.errors import ConfigError, PartError, UserError
 from wordrun.common.log import LOGGER, LogHandle
 from wordrun.config.schema import Config
@@ -103,14 +103,14 @@ class Training:
         raise NotImplementedError
 
 
-def native(trainer: Training, hook: str) -> NativeBackend:
+def native(trainer: Training, hook: str) -> TorchBackend:
     """Return the trainer's backend for a ``hook`` that uses the weights or the gradients.
 
     Raises:
         ConfigError: the backend does not give access to them.
     """
     backend = trainer.backend
-    if not isinstance(backend, NativeBackend):
+    if not isinstance(backend, TorchBackend):
         name = trainer.cfg.train.backend
         raise ConfigError(
             f"hooks=[{hook}] cannot read the weights and gradients of train.backend={name}: use DDP or FSDP"

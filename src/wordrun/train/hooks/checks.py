@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from wordrun.backend.native import NativeBackend
+from wordrun.backend.torch_backend import TorchBackend
 from wordrun.common.errors import ConfigError
 from wordrun.train.hooks.base import HookError, Training
 from wordrun.train.hooks.plain_state import as_json
@@ -40,7 +40,7 @@ def tensors(trainer: Training) -> dict[str, Tensor]:
         ConfigError: one belongs to no weight.
     """
     found, backend = trainer.hooks.tensors(), trainer.backend
-    if not found or not isinstance(backend, NativeBackend):
+    if not found or not isinstance(backend, TorchBackend):
         return found
     state = backend.model_state()
     weights = {name.removeprefix("model."): tensor.shape for name, tensor in state.items()}

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from wordrun.backend.native import NativeBackend
+from wordrun.backend.torch_backend import TorchBackend
 from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import LOGGER
 from wordrun.config.rules import check
@@ -87,7 +87,7 @@ class Compile(Hook):
 
 def hindrance(trainer: Training) -> str:
     """Return why this rank cannot compile the model; empty: it can."""
-    if not isinstance(trainer.backend, NativeBackend):
+    if not isinstance(trainer.backend, TorchBackend):
         return f"train.backend={trainer.cfg.train.backend} has its own engine"
     try:
         train = replace(trainer.cfg.train, compile=True)
@@ -101,6 +101,6 @@ def hindrance(trainer: Training) -> str:
     return "" if any(map(shutil.which, compilers)) else f"no compiler: {' or '.join(compilers)} is not installed"
 
 
-def _backend(trainer: Training) -> NativeBackend:
-    assert isinstance(trainer.backend, NativeBackend)
+def _backend(trainer: Training) -> TorchBackend:
+    assert isinstance(trainer.backend, TorchBackend)
     return trainer.backend

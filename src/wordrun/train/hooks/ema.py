@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wordrun.backend.tensors import local
+from wordrun.backend.sharded_tensors import local
 from wordrun.checkpoint.load import MODEL
 from wordrun.common.log import LOGGER
 from wordrun.dist import torch_private

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from wordrun.backend.tensors import local
+from wordrun.backend.sharded_tensors import local
 from wordrun.dist import torch_private
 from wordrun.dist.collectives import gather_json
 from wordrun.train.hooks.base import Hook, Training, due, native

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw as adamw_step
 
-from wordrun.backend.tensors import local
+from wordrun.backend.sharded_tensors import local
 from wordrun.dist import torch_private
 from wordrun.train.optim.options import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wordrun.backend.optimizer import NamedParameters
-from wordrun.backend.tensors import local
+from wordrun.backend.optimizer_state import NamedParameters
+from wordrun.backend.sharded_tensors import local
 from wordrun.checkpoint.shards import sharding_of
 from wordrun.dist import torch_private
 from wordrun.model.base import Rows
 from wordrun.train.optim.adamw import AdamW, Named, decay_groups
+from wordrun.train.optim.muon_assignment import Owners, assign
 from wordrun.train.optim.options import MuonConfig
-from wordrun.train.optim.owners import Owners, assign
 
 
 class MatrixGroup(NamedTuple):

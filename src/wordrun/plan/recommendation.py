@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from wordrun.plan.candidates import (
+from wordrun.plan.estimator import (
     AS_ASKED,
     DIVIDED,
     LIKE_ZERO_2,
@@ -21,7 +21,7 @@ from wordrun.plan.candidates import (
     Estimator,
     Unavailable,
 )
-from wordrun.plan.fit import readable
+from wordrun.plan.memory_fit import readable
 from wordrun.plan.options import Hardware
 
 MANY_NODES = 64

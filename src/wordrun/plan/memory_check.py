@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wordrun.common.errors import ConfigError
-from wordrun.plan.fit import Fit, Room, gib, table
+from wordrun.plan.memory_fit import Fit, Room, gib, table
 
 
 @dataclass(frozen=True)

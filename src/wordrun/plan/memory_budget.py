@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
-from wordrun.plan.fit import TOLERANCE, Fit, Room
 from wordrun.plan.memory import memory
-from wordrun.plan.shapes import NoEstimateError
+from wordrun.plan.memory_fit import TOLERANCE, Fit, Room
+from wordrun.plan.parameter_shapes import NoEstimateError
 from wordrun.plan.strategy import Strategy
 
 GB = 1e9

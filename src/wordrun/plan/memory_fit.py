@@ -11,7 +11,7 @@ from wordrun.config.rules import check
 from wordrun.config.schema import Config
 from wordrun.dist.mesh import Layout
 from wordrun.plan.memory import Memory, memory
-from wordrun.plan.shapes import ModelShapes, NoEstimateError
+from wordrun.plan.parameter_shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
 from wordrun.train.options import accumulation
 

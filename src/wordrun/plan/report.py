@@ -14,9 +14,9 @@ from rich.table import Table
 
 from wordrun.backend.options import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import AXES
-from wordrun.plan.advice import Advice
-from wordrun.plan.candidates import Estimate, Estimator, Unavailable
+from wordrun.plan.estimator import Estimate, Estimator, Unavailable
 from wordrun.plan.options import Hardware
+from wordrun.plan.recommendation import Advice
 from wordrun.plan.strategy import Strategy, bubble
 
 GIB = 2**30

@@ -2,7 +2,7 @@
 
 A checkpoint stores the state ``key`` of the parameter ``name`` as the tensor ``optimizer.name.key`` or, if it is a
 Python number, as the 0-dimensional tensor ``number.name.key``. Parameters may have different states, or none. What
-the optimizer changes in its parameter groups is saved as well, see ``wordrun.backend.optimizer``.
+the optimizer changes in its parameter groups is saved as well, see ``wordrun.backend.optimizer_state``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Lap = tuple[str, Any, Any]
 """Label, begin and end: seconds on a CPU, otherwise events."""
 
 
-class Stopwatch:
+class StepTimer:
     """Accumulates seconds by label. On an accelerator it records events and waits for them only when read."""
 
     def __init__(self, device: torch.device) -> None:

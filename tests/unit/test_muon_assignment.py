@@ -10,8 +10,8 @@ from torch import Tensor
 
 from wordrun.checkpoint.sharding import Cut, Sharding
 from wordrun.checkpoint.shards import TensorShard
-from wordrun.train.optim import owners
-from wordrun.train.optim.owners import Owners, assign
+from wordrun.train.optim import muon_assignment
+from wordrun.train.optim.muon_assignment import Owners, assign
 
 CPU = torch.device("cpu")
 Shards = list[list[TensorShard]]
@@ -42,9 +42,9 @@ class Exchange:
 
 def divide(shards: Shards, wholes: list[Tensor], exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> list[Owners]:
     """Return the owners as each rank sees them; ``shards`` are each rank's."""
-    monkeypatch.setattr(owners.dist, "get_process_group_ranks", lambda _: list(range(len(shards))))
-    monkeypatch.setattr(owners.dist, "get_rank", lambda _: exchange.rank)
-    monkeypatch.setattr(owners.dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(muon_assignment.dist, "get_process_group_ranks", lambda _: list(range(len(shards))))
+    monkeypatch.setattr(muon_assignment.dist, "get_rank", lambda _: exchange.rank)
+    monkeypatch.setattr(muon_assignment.dist, "all_to_all_single", exchange)
     found = []
     shardings = [
         Sharding(tuple(whole.shape), (Cut(0, len(shards), 1),) if each.data.shape != whole.shape else ())

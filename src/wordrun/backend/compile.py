@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wordrun.backend import float8
-from wordrun.backend.buffers import unchanged_buffers
+from wordrun.backend.buffer_snapshot import unchanged_buffers
 from wordrun.config.schema import Config
 from wordrun.dist import torch_private
 from wordrun.dist.mesh import Layout

@@ -14,7 +14,7 @@ from wordrun.config.registry import parts
 from wordrun.config.schema import Config
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import Hardware
-from wordrun.plan.shapes import ModelShapes, NoEstimateError
+from wordrun.plan.parameter_shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import Strategy
 from wordrun.train.options import accumulation
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class KeptBuffers:
+class BufferSnapshot:
     """The values of all buffers of ``modules`` at one moment."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -26,7 +26,7 @@ class KeptBuffers:
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Let a ``with`` block leave the buffers of ``module`` as they are."""
-    kept = KeptBuffers([module])
+    kept = BufferSnapshot([module])
     try:
         yield
     finally:

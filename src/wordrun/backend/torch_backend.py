@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wordrun.backend.base import BackendSpec, Fetch, Save, StepResult, Writer, checked, require_shards
-from wordrun.backend.buffers import KeptBuffers
-from wordrun.backend.optimizer import NamedParameters, SavedState, parameter_of, set_learning_rate
-from wordrun.backend.stopwatch import Stopwatch
-from wordrun.backend.tensors import average, clip, full, local
-from wordrun.backend.transforms import compile_model, compile_options
-from wordrun.backend.unused import Unused
+from wordrun.backend.buffer_snapshot import BufferSnapshot
+from wordrun.backend.compile import compile_model, compile_options
+from wordrun.backend.optimizer_state import NamedParameters, SavedState, parameter_of, set_learning_rate
+from wordrun.backend.sharded_tensors import average, clip, full, local
+from wordrun.backend.step_timer import StepTimer
+from wordrun.backend.unused_parameters import Unused
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
@@ -28,7 +28,7 @@ from wordrun.dist import torch_private
 from wordrun.model.base import LossesOf, Model
 
 
-class NativeBackend:
+class TorchBackend:
     """Gradient accumulation, clipping, optimizer steps, evaluation and checkpoints; subclasses add parallelism.
 
     Args:
@@ -69,7 +69,7 @@ class NativeBackend:
         self.unused = Unused(spec.cfg, spec.step, inner=self.on_islands)
         self.on_gradients: list[Callable[[], None]] = []
         """Called with the complete gradients of each step, before they are clipped."""
-        self.clock: Stopwatch | None = None
+        self.clock: StepTimer | None = None
         """Measures the current step; None: there is none."""
         self.alone, self.compile_scope = spec.layout.size == 1, spec.cfg.train.compile_scope
 
@@ -77,11 +77,11 @@ class NativeBackend:
         """Return the mean loss of ``batch``; gradients are reduced in the backward pass of the ``last`` micro-step."""
         raise NotImplementedError
 
-    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: Stopwatch) -> StepResult:
+    def train_step(self, batches: Sequence[Any], learning_rate: float, clock: StepTimer) -> StepResult:
         """Take one optimizer step on ``batches``."""
         losses = []
         self.clock = clock
-        kept = KeptBuffers(self.parts) if self.skips else None
+        kept = BufferSnapshot(self.parts) if self.skips else None
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
@@ -101,7 +101,7 @@ class NativeBackend:
         """Accumulate the gradients of ``loss``."""
         torch.autograd.backward(loss)
 
-    def update(self, learning_rate: float, clock: Stopwatch, kept: KeptBuffers | None = None) -> Tensor:
+    def update(self, learning_rate: float, clock: StepTimer, kept: BufferSnapshot | None = None) -> Tensor:
         """Clip the gradients, step the optimizer and return the gradient norm before clipping.
 
         A step with non-finite gradients is skipped, and buffers become what they were, if they were ``kept``.
