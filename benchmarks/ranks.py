@@ -176,9 +176,7 @@ def owners(ranks: int) -> dict[str, float]:
         get_process_group_ranks=lambda _: range(ranks),
         get_rank=lambda _: ranks // 2,
     ):
-        seconds, _ = timed(
-            lambda: assign(shardings, [1.0] * len(shardings), "", torch.float32, torch.device("cpu"))
-        )
+        seconds, _ = timed(lambda: assign(shardings, [1.0] * len(shardings), "", torch.float32, torch.device("cpu")))
     return {"assign_s": seconds}
 
 

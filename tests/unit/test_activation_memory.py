@@ -21,8 +21,7 @@ from wordrun.config.rules import check
 from wordrun.dist.mesh import Layout
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.plan.memory import memory
-from wordrun.plan.memory_budget import settings, within_budget
-from wordrun.plan.memory_fit import Fit
+from wordrun.plan.memory_fit import Fit, settings, within_budget
 from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.strategy import Strategy
 from wordrun.train.options import checkpointing_of

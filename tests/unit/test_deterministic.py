@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wordrun
-from wordrun.backend.fsdp import total_norm
+from wordrun.backend.clipping import total_norm
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.train import rng
 from wordrun.train.trainer import Trainer

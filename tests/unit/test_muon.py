@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wordrun import model as models
-from wordrun.backend.optimizer_state import NamedParameters, remember_ratios, set_learning_rate
+from wordrun.backend.param_groups import NamedParameters, remember_ratios, set_learning_rate
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.config.rules import check

@@ -11,7 +11,7 @@ from torch import Tensor
 from wordrun.checkpoint.sharding import Cut, Sharding
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.train.optim import muon_assignment
-from wordrun.train.optim.muon_assignment import Owners, assign
+from wordrun.train.optim.muon_assignment import Assignment, assign
 
 CPU = torch.device("cpu")
 Shards = list[list[TensorShard]]
@@ -40,7 +40,9 @@ class Exchange:
         """Everything has arrived."""
 
 
-def divide(shards: Shards, wholes: list[Tensor], exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> list[Owners]:
+def divide(
+    shards: Shards, wholes: list[Tensor], exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> list[Assignment]:
     """Return the owners as each rank sees them; ``shards`` are each rank's."""
     monkeypatch.setattr(muon_assignment.dist, "get_process_group_ranks", lambda _: list(range(len(shards))))
     monkeypatch.setattr(muon_assignment.dist, "get_rank", lambda _: exchange.rank)

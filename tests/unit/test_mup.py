@@ -17,7 +17,7 @@ import transformers
 import wordrun
 from wordrun import model as models
 from wordrun.backend.base import BackendSpec
-from wordrun.backend.optimizer_state import NamedParameters, set_learning_rate
+from wordrun.backend.param_groups import NamedParameters, set_learning_rate
 from wordrun.checkpoint.load import find
 from wordrun.commands.export import main
 from wordrun.common.errors import ConfigError

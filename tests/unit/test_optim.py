@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from wordrun import model as models
-from wordrun.backend.optimizer_state import remember_ratios, set_learning_rate, tensors_of
+from wordrun.backend.optimizer_state import tensors_of
+from wordrun.backend.param_groups import remember_ratios, set_learning_rate
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
 from wordrun.config.registry import part_of

@@ -36,9 +36,10 @@ from wordrun.plan.estimator import Estimate, Estimator, Unavailable
 from wordrun.plan.memory import Memory, memory
 from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.parameter_shapes import NoEstimateError, ParameterShape, numel, shapes_of
+from wordrun.plan.pipeline import bubble, in_flight
 from wordrun.plan.recommendation import Advice, advise
 from wordrun.plan.report import show
-from wordrun.plan.strategy import Strategy, bubble, in_flight
+from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import traffic
 from wordrun.train.announce import spread_context
 from wordrun.train.optim.options import AdamWConfig, OptimizerConfig

@@ -18,8 +18,7 @@ from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
 from wordrun.plan.estimator import LIKE_ZERO_3, ZERO_3_OFFLOADED, Estimate
-from wordrun.plan.memory_check import Comparison
-from wordrun.plan.memory_fit import Fit, Room
+from wordrun.plan.memory_fit import Comparison, Fit, Room
 from wordrun.plan.options import PlanConfig, hardware, ranks_for_launch
 from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.recommendation import advise

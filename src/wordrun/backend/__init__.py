@@ -11,8 +11,10 @@ if TYPE_CHECKING:
         StepResult as StepResult,
         build as build,
     )
+    from wordrun.backend.compile import prepare as prepare
+    from wordrun.backend.torch_backend import TorchBackend as TorchBackend
 
-__all__ = ["Backend", "BackendSpec", "StepResult", "build"]
+__all__ = ["Backend", "BackendSpec", "StepResult", "TorchBackend", "build", "prepare"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,5 +26,7 @@ def __getattr__(name: str) -> Any:
             "BackendSpec": "wordrun.backend.base",
             "StepResult": "wordrun.backend.base",
             "build": "wordrun.backend.base",
+            "TorchBackend": "wordrun.backend.torch_backend",
+            "prepare": "wordrun.backend.compile",
         },
     )

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from wordrun.backend import float8
 from wordrun.backend.mixed_precision import choose_dtype
-from wordrun.backend.optimizer_state import (
+from wordrun.backend.options import BackendConfig
+from wordrun.backend.param_groups import (
     NamedParameters,
     remember_ratios,
     require_optimizer,
     scale_rates,
     warn_of_left_out,
 )
-from wordrun.backend.options import BackendConfig
 from wordrun.backend.step_timer import StepTimer
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -21,13 +20,3 @@ class BufferSnapshot:
         """Give the buffers these values again."""
         for module, name, value in self._values:
             module.get_buffer(name).copy_(value)
-
-
-@contextmanager
-def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Let a ``with`` block leave the buffers of ``module`` as they are."""
-    kept = BufferSnapshot([module])
-    try:
-        yield
-    finally:
-        kept.restore()

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from wordrun.backend.base import BackendSpec
+from wordrun.backend.clipping import total_norm
 from wordrun.backend.compile import compile_options, prepare_block, prepare_rest
 from wordrun.backend.mixed_precision import TORCH_DTYPES
 from wordrun.backend.options import FSDPConfig
-from wordrun.backend.sharded_tensors import local
 from wordrun.backend.torch_backend import TorchBackend
 from wordrun.common.errors import ConfigError
 from wordrun.config.rules import context_attention
@@ -286,37 +286,3 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
         gradient = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def total_norm(
-    gradients: Sequence[torch.Tensor], mesh: DeviceMesh, device: torch.device, experts_mesh: DeviceMesh | None = None
-) -> torch.Tensor:
-    """Return the gradient norm of the full model, the same on every rank.
-
-    Args:
-        gradients: this rank's shards; each gradient is included by one pipeline stage only.
-        mesh: mesh of all ranks.
-        device: device used for communication.
-        experts_mesh: mesh of the experts, if ranks divide them.
-    """
-    shards: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        axes: tuple[str, ...] = ()
-        if isinstance(gradient, DTensor):
-            names = gradient.device_mesh.mesh_dim_names or ()
-            axes = tuple(axis for axis, at in zip(names, gradient.placements, strict=True) if not at.is_replicate())
-        shards.setdefault(axes, []).append(local(gradient))
-    total = torch.zeros((), device=device)
-    # In the same order on every rank, even where some of these kinds are missing.
-    of_experts = [("expert_shard", "ep")] if experts_mesh else []
-    for axes in (*of_experts, ("shard", "tp"), ("shard",), ("tp",), ()):
-        over = experts_mesh if axes in of_experts and experts_mesh else mesh
-        # Without tensors, torch returns the norm on the CPU, and copying it would wait for the device.
-        squares = nn.utils.get_total_norm(shards[axes]).to(device) ** 2 if axes in shards else torch.zeros_like(total)
-        for axis in axes:
-            if over[axis].size() > 1:
-                dist.all_reduce(squares, group=over.get_group(axis))
-        total += squares
-    if mesh["pp"].size() > 1:
-        dist.all_reduce(total, group=mesh.get_group("pp"))
-    return total.sqrt()

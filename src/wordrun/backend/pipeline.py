@@ -20,6 +20,7 @@ from wordrun.backend.sharded_tensors import full, local
 from wordrun.backend.step_timer import StepTimer
 from wordrun.common.errors import ConfigError
 from wordrun.dist import torch_private
+from wordrun.dist.collectives import average
 from wordrun.dist.mesh import blocks_of, owner_of
 from wordrun.model.transformer import Transformer
 from wordrun.train.options import accumulation
@@ -138,12 +139,7 @@ class PipelineBackend(FSDPBackend):
         """Average the gradients over the pipeline's replicas in one all-reduce, unless ``fully_shard`` does."""
         if self.sharded or self.layout.replicate == 1:
             return
-        mine = [local(p.grad) for p in self.parameters if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in mine])
-        dist.all_reduce(flat, group=self.mesh.get_group("replicate"))
-        flat /= self.layout.replicate
-        for gradient, averaged in zip(mine, torch.split(flat, [gradient.numel() for gradient in mine]), strict=True):
-            gradient.copy_(averaged.view_as(gradient))
+        average([local(p.grad) for p in self.parameters if p.grad is not None], self.mesh.get_group("replicate"))
 
     def _share_tied_gradients(self) -> None:
         """Sum the gradients of the tied weight over its copies, so that the copies stay equal."""

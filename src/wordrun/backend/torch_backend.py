@@ -16,15 +16,18 @@ from torch.nn.utils import get_total_norm
 
 from wordrun.backend.base import BackendSpec, Fetch, Save, StepResult, Writer, checked, require_shards
 from wordrun.backend.buffer_snapshot import BufferSnapshot
+from wordrun.backend.clipping import clip
 from wordrun.backend.compile import compile_model, compile_options
-from wordrun.backend.optimizer_state import NamedParameters, SavedState, parameter_of, set_learning_rate
-from wordrun.backend.sharded_tensors import average, clip, full, local
+from wordrun.backend.optimizer_state import SavedState, parameter_of
+from wordrun.backend.param_groups import NamedParameters, set_learning_rate
+from wordrun.backend.sharded_tensors import full, local
 from wordrun.backend.step_timer import StepTimer
 from wordrun.backend.unused_parameters import Unused
 from wordrun.checkpoint import index, shards
 from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.dist import torch_private
+from wordrun.dist.collectives import average
 from wordrun.model.base import LossesOf, Model
 
 
@@ -121,9 +124,7 @@ class TorchBackend:
         self._average_buffers()
         for part in self.parts:
             part.complete_step(self._add_up)
-        # Most steps need no clipping. Checking that is free on a CPU, but would synchronize an accelerator.
-        if self.device.type != "cpu" or norm > self.grad_clip:
-            clip(self.parameters, norm, self.grad_clip)
+        clip(self.parameters, norm, self.grad_clip)
         set_learning_rate(self.optimizer, learning_rate)
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)

@@ -67,8 +67,8 @@ register("backend", "diloco", "wordrun.backend.diloco.options:DilocoConfig", "wo
 
 register("optimizer", "adamw", "wordrun.train.optim.options:AdamWConfig", "wordrun.train.optim.adamw:adamw")
 register("optimizer", "muon", "wordrun.train.optim.options:MuonConfig", "wordrun.train.optim.muon:Muon")
-register("optimizer", "sgd", "wordrun.train.optim.options:SGDConfig", "wordrun.train.optim.adamw:sgd")
-register("optimizer", "lion", "wordrun.train.optim.options:LionConfig", "wordrun.train.optim.adamw:Lion")
+register("optimizer", "sgd", "wordrun.train.optim.options:SGDConfig", "wordrun.train.optim.sgd:sgd")
+register("optimizer", "lion", "wordrun.train.optim.options:LionConfig", "wordrun.train.optim.lion:Lion")
 
 register("schedule", "cosine", "wordrun.train.options:ScheduleConfig", "wordrun.train.schedule:cosine")
 register("schedule", "linear", "wordrun.train.options:LinearScheduleConfig", "wordrun.train.schedule:linear")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,15 @@ def all_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
 def all_mean(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the mean of ``values`` over the ranks of ``group``, the same on all of them."""
     return all_sum(values, group) / dist.get_world_size(group)
+
+
+def average(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace ``tensors`` by their means over the ranks of ``group`` (None: all), in one all-reduce."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def all_min(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -19,7 +19,8 @@ from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConf
 from wordrun.config.rules import vocab_multiple
 from wordrun.plan.activations import activation_memory, kept_logits
 from wordrun.plan.parameter_shapes import ModelShapes, NoEstimateError, ParameterShape, numel, shapes_of
-from wordrun.plan.strategy import FP32, Strategy, in_flight, registered, stages_of
+from wordrun.plan.pipeline import in_flight, stages_of
+from wordrun.plan.strategy import FP32, Strategy, registered
 from wordrun.plan.traffic import Stages, messages, reduce_size, traffic
 
 

@@ -15,6 +15,7 @@ from wordrun.plan.parameter_shapes import ModelShapes, NoEstimateError
 from wordrun.plan.strategy import FP32, Strategy
 from wordrun.train.options import accumulation
 
+GB = 1e9
 TOLERANCE = 1.2
 """Factor by which an estimate may be too high or too low; tests compare it with measurements."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -185,3 +186,107 @@ def readable(size: float) -> str:
 def gib(size: float) -> str:
     """Return a number of bytes in GiB."""
     return f"{size / 2**30:,.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:,.0f} GiB"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a run needs, and what the ranks with least memory have."""
+
+    fit: Fit
+    room: Room
+    host: str
+    """Name of these ranks' host."""
+    device: str = "cpu"
+    """Kind of device: cpu, cuda or xpu."""
+    device_name: str = ""
+    """The driver's name for an accelerator."""
+
+    def __str__(self) -> str:
+        need, room, host, per_node = self.fit.need, self.room, self.host, self.fit.per_node
+        if need.total <= room.device and need.host > room.host:
+            needs, has = f"{gib(need.host)} of host memory", f"{host} has {gib(room.host)} for each"
+        elif self.device == "cpu":
+            shared = f" for each of its {per_node} ranks" if per_node > 1 else ""
+            needs, has = gib(need.total), f"{host} has {gib(room.device)} available{shared}"
+        else:
+            needs, has = gib(need.total), f"the {self.device_name} on {host} has {gib(room.device)} free"
+        return f"this run needs about {needs} on each rank, and {has}"
+
+    def refuse(self) -> None:
+        """Refuse the run if it cannot fit, unless train.check_memory is false.
+
+        Raises:
+            ConfigError: it cannot; the message says what takes the memory, and what would fit.
+        """
+        if self.fit.cfg.train.check_memory and not self.fit.may_fit(self.room):
+            off = "train.check_memory=false starts it anyway."
+            raise ConfigError(
+                "\n".join([f"not enough memory: {self}", *self.advice(self.room), off]), page="plan.md#before-every-run"
+            )
+
+    def advice(self, room: Room) -> list[str]:
+        """Return lines about what takes the memory, and what would fit into ``room``."""
+        ranks, per_node = self.fit.layout.size, self.fit.per_node
+        plan = f"wordrun plan plan.device={self.device} plan.devices={ranks} plan.per_node={per_node}"
+        if self.room.device < 2**50:  # else it is unknown
+            sharing = per_node if self.device == "cpu" else 1
+            plan += f" plan.memory={self.room.device * sharing / 2**30:.1f}"
+        return [
+            "Estimated for each rank:",
+            *table(self.fit.need),
+            *self.fit.remedies(room),
+            f"For all backends: {plan}, with this run's options.",
+        ]
+
+
+def within_budget(fit: Fit) -> Fit:
+    """Return ``fit`` with the train.activation_checkpointing that train.memory_budget_gb requires, if that is set.
+
+    Raises:
+        ConfigError: there is none, or no estimate.
+    """
+    budget = fit.cfg.train.memory_budget_gb
+    if budget is None:
+        return fit
+    needs = {}
+    for setting in settings(fit.cfg):
+        train = replace(fit.cfg.train, activation_checkpointing=setting, memory_budget_gb=None)
+        tried = replace(fit, cfg=replace(fit.cfg, train=train))
+        try:
+            strategy = Strategy("", tried.cfg, tried.layout, on_cpu=tried.on_cpu)
+            needs[setting] = memory(tried.model, strategy, setting).total / GB
+        except NoEstimateError as error:
+            raise ConfigError(
+                f"train.memory_budget_gb={budget:g} needs an estimate of the memory, but there is {error}: set "
+                "train.activation_checkpointing"
+            ) from None
+        if needs[setting] <= budget:
+            return tried
+    least = min(needs, key=lambda setting: needs[setting])
+    raise ConfigError(
+        "\n".join(
+            [
+                f"train.memory_budget_gb={budget:g}: this run needs at least {needs[least]:.4g} GB on each rank, with "
+                f"train.activation_checkpointing={least}.",
+                *tried.remedies(Room(budget * GB * TOLERANCE)),
+            ]
+        ),
+        page="plan.md#a-memory-budget",
+    )
+
+
+def settings(cfg: Config) -> Iterator[str]:
+    """Yield values of train.activation_checkpointing, each of which needs less memory and recomputes more.
+
+    Pipelines recompute the same in all blocks, or the stages would take different times.
+    """
+    blocks = range(1, cfg.transformer.n_layer)
+    yield "none"
+    if cfg.backend.zero_bubble:
+        return
+    if not cfg.backend.pipeline:
+        yield from (f"selective:{count}" for count in blocks)
+    yield "selective"
+    if not cfg.backend.pipeline:
+        yield from (f"full:{count}+selective:{len(blocks) + 1 - count}" for count in blocks)
+    yield "full"

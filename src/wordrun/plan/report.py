@@ -16,8 +16,9 @@ from wordrun.backend.options import INTERLEAVED, PPConfig
 from wordrun.dist.mesh import AXES
 from wordrun.plan.estimator import Estimate, Estimator, Unavailable
 from wordrun.plan.options import Hardware
+from wordrun.plan.pipeline import bubble
 from wordrun.plan.recommendation import Advice
-from wordrun.plan.strategy import Strategy, bubble
+from wordrun.plan.strategy import Strategy
 
 GIB = 2**30
 FOOT = (

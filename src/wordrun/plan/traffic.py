@@ -13,7 +13,8 @@ from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig, PPConf
 from wordrun.config.rules import context_attention
 from wordrun.model.options import MoEConfig
 from wordrun.plan.parameter_shapes import ModelShapes, numel
-from wordrun.plan.strategy import FP32, Strategy, registered, stages_of
+from wordrun.plan.pipeline import stages_of
+from wordrun.plan.strategy import FP32, Strategy, registered
 
 Stages = Sequence[Sequence[int]]
 """The block indices in each pipeline stage of a rank."""

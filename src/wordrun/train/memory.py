@@ -13,9 +13,7 @@ from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.collectives import all_min
 from wordrun.dist.mesh import Layout
-from wordrun.plan.memory_budget import within_budget
-from wordrun.plan.memory_check import Comparison
-from wordrun.plan.memory_fit import TOLERANCE, Fit, Room, gib, readable
+from wordrun.plan.memory_fit import TOLERANCE, Comparison, Fit, Room, gib, readable, within_budget
 from wordrun.plan.parameter_shapes import ModelShapes
 from wordrun.train.metrics import device_name
 

@@ -19,12 +19,12 @@ from wordrun.backend.compile import compile_options, prepare
 from wordrun.backend.deepspeed import compat, settings as ds_config
 from wordrun.backend.deepspeed.options import DeepSpeedConfig
 from wordrun.backend.mixed_precision import TORCH_DTYPES
-from wordrun.backend.optimizer_state import NamedParameters, set_learning_rate
-from wordrun.backend.sharded_tensors import average
+from wordrun.backend.param_groups import NamedParameters, set_learning_rate
 from wordrun.backend.step_timer import StepTimer
 from wordrun.checkpoint.folder import DamagedError
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.dist import World
+from wordrun.dist.collectives import average
 from wordrun.model.base import LossesOf, Model
 from wordrun.model.construction import materialize
 from wordrun.train.options import accumulation

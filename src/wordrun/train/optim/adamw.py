@@ -1,20 +1,18 @@
-"""Optimizers: each is made from its options and the named parameters, and has a line in ``wordrun.config.parts``."""
+"""AdamW (Loshchilov and Hutter 2019)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.adamw import adamw as adamw_step
 
+from wordrun.backend.param_groups import Named
 from wordrun.backend.sharded_tensors import local
 from wordrun.dist import torch_private
-from wordrun.train.optim.options import AdamWConfig, LionConfig, OptimizerConfig, SGDConfig
-
-Named = Iterable[tuple[str, Parameter]]
+from wordrun.train.optim.options import AdamWConfig
+from wordrun.train.optim.weight_decay import decay_groups
 
 
 class AdamW(torch.optim.AdamW):
@@ -79,42 +77,3 @@ def adamw(cfg: AdamWConfig, parameters: Named) -> torch.optim.Optimizer:
     groups = decay_groups(cfg, parameters)
     fused = all(torch_private.has_fused_adamw(p.device) for group in groups for p in group["params"])
     return AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=fused)
-
-
-def sgd(cfg: SGDConfig, parameters: Named) -> torch.optim.Optimizer:
-    """Return stochastic gradient descent over ``parameters``; the weight decay is added to the gradients."""
-    groups = decay_groups(cfg, parameters)
-    return torch.optim.SGD(groups, lr=cfg.learning_rate, momentum=cfg.momentum, nesterov=cfg.nesterov)
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023): steps by the sign of a mean of the gradients."""
-
-    def __init__(self, cfg: LionConfig, parameters: Named) -> None:
-        self.beta1, self.beta2 = cfg.beta1, cfg.beta2
-        super().__init__(decay_groups(cfg, parameters), {"lr": cfg.learning_rate})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step; ``closure`` is not used."""
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                direction = mean.lerp(p.grad, 1 - self.beta1).sign_()
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-                mean.lerp_(p.grad, 1 - self.beta2)
-
-
-def decay_groups(cfg: OptimizerConfig, parameters: Named) -> list[dict[str, Any]]:
-    """Return groups of parameters: matrices, with weight decay, and vectors, without.
-
-    Experts on other ranks are a third group: with torch 2.8, foreach operations need all tensors on the same mesh.
-    """
-    parameters = list(parameters)
-    experts = [p for _, p in parameters if "ep" in torch_private.mesh_axes(p)]
-    matrices = [p for _, p in parameters if p.dim() >= 2 and "ep" not in torch_private.mesh_axes(p)]
-    groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": [p for _, p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [*groups, {"params": experts, "weight_decay": cfg.weight_decay}] if experts else groups

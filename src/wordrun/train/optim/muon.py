@@ -10,24 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wordrun.backend.optimizer_state import NamedParameters
+from wordrun.backend.param_groups import Named, NamedParameters
 from wordrun.backend.sharded_tensors import local
 from wordrun.checkpoint.shards import sharding_of
 from wordrun.dist import torch_private
 from wordrun.model.base import Rows
-from wordrun.train.optim.adamw import AdamW, Named, decay_groups
-from wordrun.train.optim.muon_assignment import Owners, assign
+from wordrun.train.optim.adamw import AdamW
+from wordrun.train.optim.muon_assignment import Assignment, assign
 from wordrun.train.optim.options import MuonConfig
+from wordrun.train.optim.weight_decay import decay_groups
 
 
 class MatrixGroup(NamedTuple):
-    """Hidden matrices whose work is divided among the same ranks."""
+    """Hidden matrices that are assigned to the ranks of one process group."""
 
     items: list[int]
-    """Their numbers."""
+    """Indices of the matrices among those with a gradient."""
     rows: list[Rows]
     """How each is divided into matrices."""
-    owners: Owners
+    assignment: Assignment
 
 
 class Muon(torch.optim.Optimizer):
@@ -84,17 +85,17 @@ class Muon(torch.optim.Optimizer):
         self, matrices: MatrixGroup, parameters: Sequence[Tensor], directions: Sequence[Tensor], *, with_adamw: bool
     ) -> None:
         """Step ``parameters`` by their orthogonalized ``directions``; AdamW's step overlaps the first exchange."""
-        owners, rows = matrices.owners, matrices.rows
-        directions = [each.to(owners.device, owners.dtype) for each in directions]
-        gathering = owners.to_owners(0, directions)
+        assignment, rows = matrices.assignment, matrices.rows
+        directions = [each.to(assignment.device, assignment.dtype) for each in directions]
+        gathering = assignment.to_owners(0, directions)
         if with_adamw:
             self.adamw.step()
         under_way: list[Callable[[], dict[int, Tensor]]] = []
-        for bucket in range(len(owners.routes)):
+        for bucket in range(len(assignment.routes)):
             complete = gathering()
-            if bucket + 1 < len(owners.routes):
-                gathering = owners.to_owners(bucket + 1, directions)
-            under_way.append(owners.from_owners(bucket, self._orthogonal(complete, rows)))
+            if bucket + 1 < len(assignment.routes):
+                gathering = assignment.to_owners(bucket + 1, directions)
+            under_way.append(assignment.from_owners(bucket, self._orthogonal(complete, rows)))
             if bucket:  # this bucket's results are in transit meanwhile
                 self._update(matrices, parameters, under_way.pop(0)())
         self._update(matrices, parameters, under_way.pop()())
@@ -127,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[0]
         for item, direction in directions.items():
             p = parameters[item]
-            factor = step_factor(self.cfg.scale, matrices.owners.shapes[item], matrices.rows[item])
+            factor = step_factor(self.cfg.scale, matrices.assignment.shapes[item], matrices.rows[item])
             update(local(p), direction, group["lr"], factor, group["weight_decay"], cautious=self.cfg.cautious)
 
     def _directions(self, parameters: Sequence[Tensor]) -> list[Tensor]:

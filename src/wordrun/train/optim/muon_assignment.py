@@ -1,8 +1,9 @@
-"""Gives each rank complete matrices to work on, although they are sharded over the ranks or replicated on all.
+"""Decides which rank computes which of Muon's matrices, and exchanges the matrices.
 
-Each matrix has an owner. The shards go to the owners, and the results back, in one all-to-all per bucket and direction;
-while one bucket is under way, another is computed. Every rank computes its own part of this from how the matrices are
-divided: nothing is gathered, and its cost hardly depends on the number of ranks.
+Muon needs complete matrices, and the ranks hold shards or copies of them. So each matrix is assigned to one rank, its
+owner. Shards go to the owners, and results back, in one all-to-all per bucket and direction; while one bucket is sent,
+another is computed. Each rank derives its own sends and receives from the layout of the matrices. Nothing is gathered
+for that, and the time for it hardly depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Owners:
-    """Exchanges matrices with their owners.
+class Assignment:
+    """Which rank of a group owns which matrix; exchanges the matrices between their holders and their owners.
 
     Args:
         shapes: the shape of each matrix.
@@ -118,7 +119,7 @@ class Owners:
 
 def assign(
     shardings: Sequence[Sharding], costs: Sequence[float], group: Any, dtype: torch.dtype, device: torch.device
-) -> Owners:
+) -> Assignment:
     """Divide matrices among the ranks of ``group``, which hold their shards.
 
     Args:
@@ -151,7 +152,7 @@ def assign(
             count, size = count + 1, size + Box((), sharding.shape).numel
         to, back_again = (Route(t, rank, ranks, is_silent=q) for t, q in zip((there, back), silent, strict=True))
         routes.append((to, back_again))
-    return Owners([sharding.shape for sharding in shardings], routes, group, dtype, device)
+    return Assignment([sharding.shape for sharding in shardings], routes, group, dtype, device)
 
 
 @dataclass(frozen=True)
