@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from wordrun.backend.precision import TORCH_DTYPES
+from wordrun.backend.mixed_precision import TORCH_DTYPES
 
 import wordrun
 from wordrun.common.errors import ConfigError
