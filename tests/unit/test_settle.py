@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from wordrun.backend.mixed_precision import TORCH_DTYPES
 
 import wordrun
+from wordrun.backend.mixed_precision import TORCH_DTYPES
 from wordrun.common.errors import ConfigError
 from wordrun.dist import torch_private
 from wordrun.train.trainer import Trainer
