@@ -69,7 +69,7 @@ class Culprit(Hook):
         if kind == "data":
             trainer.loader = Asleep(trainer.loader)
         if kind == "evaluation":
-            watch._active[-1]._known.add("evaluation")  # as if it were not the first
+            watch.Watch.opened[-1]._known.add("evaluation")  # as if it were not the first
             trainer.evaluation.validation = Asleep(trainer.evaluation.validation)
     def tensors(self):
         if kind == "save" and self.step and dist.discover().rank == 1:

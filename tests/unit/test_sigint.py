@@ -59,7 +59,7 @@ sigint.end_at_once()
 ours = signal.getsignal(signal.SIGINT)
 
 def record(number, frame):
-    sigint.taken()
+    sigint.taken(ours)
     signal.signal(signal.SIGINT, ours)  # at once, so that a second one ends the process
 
 for _ in range(50):
@@ -74,6 +74,29 @@ def test_a_handler_that_restores_ours_does_not_end_the_process(start: Start) -> 
     """As training does, which saves a checkpoint after the first Ctrl-C; the watching thread sees it a moment later."""
     job = start(sys.executable, "-c", TAKEN)
     assert job.communicate(timeout=90) == ("alive\n", "")
+
+
+ENDED = """
+import signal, threading, time
+from wordrun.common import sigint
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
+for _ in range(20):
+    with sigint.ending_at_once():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.set_wakeup_fd(-1) == -1
+while threading.active_count() > 1:
+    time.sleep(0.01)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("python's own")
+"""
+
+
+def test_after_the_block_nothing_is_left(start: Start) -> None:
+    job = start(sys.executable, "-c", ENDED)
+    assert job.communicate(timeout=60) == ("python's own\n", "")
 
 
 AGAIN = """

@@ -14,48 +14,100 @@ STATUS = 130
 """The exit status that shells give to commands killed by SIGINT."""
 RANKS = ("RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables with a rank's number; only the first rank reports."""
-
-_last: list[tuple[str, Callable[[], None]]] = [("", lambda: None)]
-"""What to say and to do before the end; the last entry counts."""
-_ending = threading.Lock()
-_watching = False
-_taken = float("-inf")
-"""When a handler of somebody else's took a SIGINT, by the monotonic clock [s]."""
 LATE_S = 1.0
 """The watching thread may see a signal this long after its handler, on a busy machine."""
 
 
-def end_at_once(message: str = "interrupted; nothing to save") -> None:
-    """Let SIGINT end this process with one line, even in the midst of an import or of waiting for other ranks.
+class EndAtOnce:
+    """A handler of SIGINT that ends this process with one line, even in the midst of an import or of waiting for ranks.
+
+    It is installed from ``end_at_once`` on, and at the latest until the process ends. Other handlers may take its place
+    for a while.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._endings: list[tuple[str, Callable[[], None]]] = [(message, lambda: None)]
+        """What to say and to do before the end; the last entry counts."""
+        self._ending = threading.Lock()
+        self._taken_at = float("-inf")
+        """When another handler took a SIGINT, by the monotonic clock [s]."""
+        # Python calls handlers between two of its own instructions, a thread reacts in the midst of C code as well.
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """End the process."""
+        if not self._ending.acquire(blocking=False):
+            return
+        message, clean_up = self._endings[-1]
+        clean_up()
+        # launch has its own line.
+        if "WORDRUN_LAUNCH_ID" not in os.environ and all(os.environ.get(name, "0") == "0" for name in RANKS):
+            os.write(2, f"{message}\n".encode())
+        os._exit(STATUS)
+
+    @contextlib.contextmanager
+    def with_ending(self, message: str, clean_up: Callable[[], None]) -> Iterator[None]:
+        """In a ``with`` block, call ``clean_up`` in any thread, and print ``message``, before the end."""
+        self._endings.append((message, clean_up))
+        try:
+            yield
+        finally:
+            self._endings.pop()
+
+    def raise_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT as Python does, in place of this handler."""
+        self.taken()
+        raise KeyboardInterrupt
+
+    def taken(self) -> None:
+        """Note that another handler has taken a SIGINT, and may restore this one before the thread sees the signal."""
+        self._taken_at = time.monotonic()
+
+    def close(self) -> None:
+        """Stop watching, once another handler has been installed for good."""
+        if (fd := signal.set_wakeup_fd(-1)) != self._writer:  # somebody else's
+            signal.set_wakeup_fd(fd)
+        os.close(self._writer)
+
+    def _watch(self, reader: int) -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(64):
+                is_installed = signal.getsignal(signal.SIGINT) is self
+                if signal.SIGINT in numbers and is_installed and time.monotonic() - self._taken_at > LATE_S:
+                    self(signal.SIGINT, None)
+
+
+def _installed() -> EndAtOnce | None:
+    handler = signal.getsignal(signal.SIGINT)
+    return handler if isinstance(handler, EndAtOnce) else None
+
+
+def end_at_once(message: str = "interrupted; nothing to save") -> EndAtOnce | None:
+    """Let SIGINT end this process with one line from now on; return the handler, or None if there is another one.
 
     Only Python's own handler is replaced: whoever ignores SIGINT or handles it has a reason.
     """
-    global _watching
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
-    _last[0] = message, _last[0][1]
-    if not _watching:
-        # Python calls handlers between two of its own instructions, a thread reacts in the midst of C code as well.
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=_watch, args=(reader,), daemon=True).start()
-        _watching = True
-    signal.signal(signal.SIGINT, _end)
+        return None
+    handler = EndAtOnce(message)
+    signal.signal(signal.SIGINT, handler)
+    return handler
 
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
     """Do the same for a ``with`` block, in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    end_at_once()
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = end_at_once() if is_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if handler is not None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            handler.close()
 
 
 @contextlib.contextmanager
@@ -65,7 +117,8 @@ def killing() -> Iterator[None]:
     A handler of somebody else's stays.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before not in (_end, signal.default_int_handler):
+    is_ours = isinstance(before, EndAtOnce) or before is signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or not is_ours:
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -77,51 +130,27 @@ def killing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_with(message: str, clean_up: Callable[[], None]) -> Iterator[None]:
-    """In a ``with`` block, let SIGINT first call ``clean_up``, in any thread, and print ``message``."""
-    _last.append((message, clean_up))
-    try:
+    """In a ``with`` block, if SIGINT ends this process, let it call ``clean_up`` and print ``message`` before."""
+    handler = _installed()
+    with contextlib.nullcontext() if handler is None else handler.with_ending(message, clean_up):
         yield
-    finally:
-        _last.pop()
 
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt in a ``with`` block that has something to clean up."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not _end:
+    """In a ``with`` block that cleans up, let SIGINT raise KeyboardInterrupt if it would end this process."""
+    handler = _installed()
+    if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, _raise)
+    signal.signal(signal.SIGINT, handler.raise_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, handler)
 
 
-def taken() -> None:
-    """Note that a handler has taken a SIGINT, so that it does not end the process if it then restores ours."""
-    global _taken
-    _taken = time.monotonic()
-
-
-def _watch(reader: int) -> None:
-    while numbers := os.read(reader, 64):
-        is_ours = signal.getsignal(signal.SIGINT) is _end and time.monotonic() - _taken > LATE_S
-        if signal.SIGINT in numbers and is_ours:
-            _end(signal.SIGINT, None)
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    taken()
-    raise KeyboardInterrupt
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    if not _ending.acquire(blocking=False):
-        return
-    message, clean_up = _last[-1]
-    clean_up()
-    # launch has its own line.
-    if "WORDRUN_LAUNCH_ID" not in os.environ and all(os.environ.get(name, "0") == "0" for name in RANKS):
-        os.write(2, f"{message}\n".encode())
-    os._exit(STATUS)
+def taken(before: object) -> None:
+    """Note that a handler that has replaced the handler ``before`` has taken a SIGINT, and may restore that one."""
+    if isinstance(before, EndAtOnce):
+        before.taken()

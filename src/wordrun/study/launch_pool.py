@@ -149,7 +149,7 @@ class LaunchPool:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            sigint.taken()
+            sigint.taken(self._before.get(number))
         if not self.ending:
             count = len(self.running)
             points = f"{count} running point{'s' * (count != 1)}"

@@ -49,7 +49,7 @@ class StopSignal:
         def record(number: int, frame: FrameType | None) -> None:
             self.signal = number
             if number == signal.SIGINT:
-                sigint.taken()
+                sigint.taken(old[signal.SIGINT])
             for each in (number,) if number == signal.SIGUSR1 else (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, old[signal.Signals(each)])
             if number == signal.SIGTERM:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from wordrun.common import exit_reports, files, slurm, stack_requests
 from wordrun.common.log import LOGGER
@@ -52,11 +52,25 @@ class Watch:
         hang_s: seconds without progress that count as a hang; 0: only answer questions.
         waits: whether to watch what the main thread waits for, in programs that do not call ``phase`` and ``mark``.
         timeout_s: seconds after which a collective fails; a hang is reported earlier, whatever its limit.
+        forced: whether ``hang_s`` also counts for the watches that open before this one is closed (``launch --hang``).
     """
 
+    opened: ClassVar[list[Watch]] = []
+    """The watches of this process, from their start to ``close``, the newest last: a notebook may have several
+    trainers. The functions of this module mean the newest."""
+
     def __init__(
-        self, world: World, folder: Path, hang_s: float, timeout_s: float = math.inf, *, waits: bool = False
+        self,
+        world: World,
+        folder: Path,
+        hang_s: float,
+        timeout_s: float = math.inf,
+        *,
+        waits: bool = False,
+        forced: bool = False,
     ) -> None:
+        hang_s = next((other.forced_s for other in self.opened if other.forced_s), hang_s)
+        self.forced_s: float = hang_s if forced else 0.0
         self.world, self.folder, self._most = world, folder, EARLIER * timeout_s
         self.hang_s = min(hang_s, self._most) if hang_s else math.inf
         self.waits: Callable[[], float] = Waits(self.hang_s) if waits else float
@@ -76,18 +90,18 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._dump = stacks.Dump(self._name, world.rank)
         self._thread.start()
-        _active.append(self)
+        self.opened.append(self)
 
     def close(self) -> None:
         """Stop watching."""
-        _active.remove(self)
+        self.opened.remove(self)
         self._ended.set()
         if threading.current_thread() is not self._thread:  # in which a trainer may be garbage collected
             self._thread.join(TICK_S)
         if not self._thread.is_alive():  # otherwise it is about to say something
             self._dump.close()
-        if _active:
-            _active[-1]._dump.register()
+        if self.opened:
+            self.opened[-1]._dump.register()
 
     def mark(self, step: int | None = None, layout: Layout | None = None) -> None:
         """Do what the function ``mark`` describes."""
@@ -141,7 +155,7 @@ class Watch:
                     self.ask()
                     look_at = now
                 limit = self.limit
-                exceeded = limit if now - since > limit else self.waits() if _active[-1:] == [self] else 0.0
+                exceeded = limit if now - since > limit else self.waits() if self.opened[-1:] == [self] else 0.0
                 if exceeded and not asked and (now - since > SLOW * limit or not stacks.compiles()):
                     asked = True
                     self.ask(exceeded)
@@ -273,30 +287,26 @@ class Waits:
         return self.hang_s if waits or (idle_s > self.hang_s and stacks.mpi_call(stacks.own())) else 0.0
 
 
-_active: list[Watch] = []
-"""The watches of this process, the newest last: a notebook may have several trainers."""
-
-
 def reported() -> Path | None:
     """Return the report about a hang since the last step, on the rank that has written it: rank 0, if it can answer."""
-    return _active[-1].reported if _active else None
+    return Watch.opened[-1].reported if Watch.opened else None
 
 
 def start(world: World, run_dir: str, hang_s: float, timeout_s: float) -> Watch:
     """Watch this rank of a run, with reports in ``failures`` of its directory; see ``Watch``."""
-    return Watch(world, Path(run_dir).absolute() / "failures", _forced_s or hang_s, timeout_s)
+    return Watch(world, Path(run_dir).absolute() / "failures", hang_s, timeout_s)
 
 
 def mark(step: int | None = None, layout: Layout | None = None) -> None:
     """Note that the main thread makes progress, is about to take ``step`` (from 0), or knows the ranks' ``layout``."""
-    if _active:
-        _active[-1].mark(step, layout)
+    if Watch.opened:
+        Watch.opened[-1].mark(step, layout)
 
 
 @contextlib.contextmanager
 def phase(name: str, factor: float = 1.0) -> Iterator[None]:
     """Name what the main thread does in a ``with`` block or function, where a hang takes ``factor`` times as long."""
-    with _active[-1].phase(name, factor) if _active else contextlib.nullcontext():
+    with Watch.opened[-1].phase(name, factor) if Watch.opened else contextlib.nullcontext():
         yield
 
 
@@ -308,11 +318,13 @@ def folder_of_job(env: Mapping[str, str]) -> Path:
     return Path.cwd() / "failures" / job
 
 
-def start_for_script(world: World, hang_s: float, timeout_s: float = math.inf) -> Callable[[], None]:
+def start_for_script(
+    world: World, hang_s: float, timeout_s: float = math.inf, *, forced: bool = False
+) -> Callable[[], None]:
     """Watch the collectives of a program that does not call ``mark``; return what ends that."""
-    if _active or world.size == 1:
+    if Watch.opened or world.size == 1:
         return lambda: None
-    return Watch(world, folder_of_job(os.environ), hang_s, timeout_s, waits=True).close
+    return Watch(world, folder_of_job(os.environ), hang_s, timeout_s, waits=True, forced=forced).close
 
 
 @contextlib.contextmanager
@@ -321,7 +333,7 @@ def starting(world: World | None) -> Iterator[None]:
     if world is None or world.size == 1:
         yield
         return
-    watching = Watch(world, folder_of_job(os.environ), _forced_s or START_S)
+    watching = Watch(world, folder_of_job(os.environ), START_S)
     with contextlib.closing(watching), watching.phase("start-up", SLOW):
         yield
 
@@ -330,10 +342,4 @@ def start_from_env() -> None:
     """Watch this process if it is a rank of ``launch --hang``, but not the processes that it starts."""
     world = discover()
     if world.size > 1:
-        global _forced_s
-        _forced_s = float(os.environ.pop("WORDRUN_HANG_S"))
-        start_for_script(world, _forced_s)
-
-
-_forced_s = 0.0
-"""The S of ``launch --hang``."""
+        start_for_script(world, float(os.environ.pop("WORDRUN_HANG_S")), forced=True)
