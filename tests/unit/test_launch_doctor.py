@@ -22,9 +22,10 @@ from wordrun.launch import doctor, record
 from wordrun.launch.address import free_port
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
+from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided, Identity, Options
+from wordrun.launch.request import Decided, Identity
 from wordrun.launch.site import Site
 
 JOB = Job(

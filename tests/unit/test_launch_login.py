@@ -11,7 +11,7 @@ import pytest
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import LocalHost
 from wordrun.launch.login_node import login_note, refuse_nodes
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.schedulers import find_job
 
 

@@ -9,7 +9,7 @@ import pytest
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS, mpi_type
 from wordrun.launch.launchers.base import LauncherSearch, own_bin
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.site import UNKNOWN, Site
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-device=ch4:ucx,ofi"

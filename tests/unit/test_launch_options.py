@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from wordrun.common.errors import ConfigError
+from wordrun.launch.options import Options, arguments_of_wordrun
 from wordrun.launch.parser import GROUPS, help_text, parse
-from wordrun.launch.request import Options, arguments_of_wordrun
 
 pytestmark = pytest.mark.unit
 

@@ -26,9 +26,10 @@ from wordrun.launch.job import Job, LocalHost, count_cores, count_devices, local
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV, find_command, flavour
 from wordrun.launch.limits import check_crowd
+from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided, Identity, Options
+from wordrun.launch.request import Decided, Identity
 from wordrun.launch.schedulers import find_job
 
 pytestmark = pytest.mark.unit

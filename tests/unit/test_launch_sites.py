@@ -20,9 +20,10 @@ from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.launchers import LAUNCHERS, choose
 from wordrun.launch.launchers.base import RANK_ENV
 from wordrun.launch.launchers.pals import cpu_binding
+from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan, build
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided, Identity, Options
+from wordrun.launch.request import Decided, Identity
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
 from wordrun.launch.site_files import SHAPES

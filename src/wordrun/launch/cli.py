@@ -17,10 +17,11 @@ from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
 from wordrun.launch.messages import say
+from wordrun.launch.options import Options
 from wordrun.launch.parser import help_text, parse
 from wordrun.launch.plan import LaunchPlan, look_around, make_plan
 from wordrun.launch.rank_starter import by_launcher
-from wordrun.launch.request import Identity, Options
+from wordrun.launch.request import Identity
 from wordrun.launch.run_identity import records_folder
 from wordrun.launch.schedulers import SCHEDULERS
 

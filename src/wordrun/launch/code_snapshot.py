@@ -46,7 +46,7 @@ SKIPPED = {".git", "__pycache__", "outputs", "node_modules"}
 
 
 @dataclass(frozen=True)
-class Frozen:
+class CodeSnapshot:
     """A copy of the code."""
 
     cwd: str
@@ -59,7 +59,7 @@ class Frozen:
     """A file with these facts."""
 
 
-def freeze(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -> Frozen | None:
+def take_snapshot(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -> CodeSnapshot | None:
     """Copy the project that ``cwd`` belongs to, and wordrun's own code if it is a checkout elsewhere, into ``folder``.
 
     Args:
@@ -100,17 +100,17 @@ def freeze(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -> Froze
         raise ConfigError(
             f"cannot copy the code to {folder}: {error.filename or ''}: {error.strerror}; --no-freeze runs the original"
         ) from None
-    return Frozen(_moved(cwd, top, code), tuple(dict.fromkeys(path)), facts, record)
+    return CodeSnapshot(_moved(cwd, top, code), tuple(dict.fromkeys(path)), facts, record)
 
 
-def describe(frozen: Frozen | None) -> str:
+def describe(snapshot: CodeSnapshot | None) -> str:
     """Return which code a job runs, for people to read."""
-    if frozen is None:
+    if snapshot is None:
         return "code: as it is when the job starts"
-    untracked = frozen.facts["untracked"]
+    untracked = snapshot.facts["untracked"]
     assert isinstance(untracked, list)
     names = ", ".join([*untracked[:5], *(["..."] if untracked[5:] else [])])
-    return f"code: a copy in {os.path.relpath(frozen.cwd)}{f', with untracked {names}' if names else ''}"
+    return f"code: a copy in {os.path.relpath(snapshot.cwd)}{f', with untracked {names}' if names else ''}"
 
 
 def copy(origin: str, target: str, names: Iterable[str]) -> None:

@@ -18,9 +18,9 @@ from wordrun.launch.environment import is_stale
 from wordrun.launch.job import short
 from wordrun.launch.job_script import inner
 from wordrun.launch.launchers.base import NoLauncherError
+from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan, make_plan
 from wordrun.launch.rank_starter import by_launcher
-from wordrun.launch.request import Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site, numbers
 

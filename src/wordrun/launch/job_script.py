@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.launch import limits, sweeps_and_studies
-from wordrun.launch.code_snapshot import Frozen
+from wordrun.launch.code_snapshot import CodeSnapshot
+from wordrun.launch.options import Options
 from wordrun.launch.parser import INNER
-from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 from wordrun.launch.walltime import default_margin
@@ -32,7 +32,7 @@ class Origin:
     """The Python environment with wordrun."""
     setup: str
     """The repository's bin/setup.sh; empty: there is none."""
-    frozen: Frozen | None = None
+    snapshot: CodeSnapshot | None = None
     """The copy of the code to run; None: the original."""
     env: Mapping[str, str] = field(default_factory=dict)
     """The environment of the submitting shell."""
@@ -61,7 +61,7 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         f"# {' '.join(site.description.split()) if site.name else 'an unknown cluster'}; written by launch --submit",
         *(f"{scheduler.directive} {directive}" for directive in scheduler.directives(options, site)),
         "",
-        f"cd {shlex.quote(origin.frozen.cwd if origin.frozen else origin.cwd)} || exit",
+        f"cd {shlex.quote(origin.snapshot.cwd if origin.snapshot else origin.cwd)} || exit",
     ]
     # Exit statuses of module commands are unreliable; setup_python checks that they took effect.
     activation, home = _environment(origin.prefix, bool(site.modules))
@@ -70,10 +70,10 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         setup_job = ["setup_job", *passed_on(options, scheduler)]
         setup_python = f"setup_python {shlex.quote(home)}" if home else "setup_python"
         lines.append(f"source {shlex.quote(origin.setup)} && {setup_python} && {shlex.join(setup_job)} || exit")
-    if origin.frozen:
-        path = f"{shlex.quote(os.pathsep.join(origin.frozen.path))}${{PYTHONPATH:+:$PYTHONPATH}}"
-        lines += [f"export PYTHONPATH={path}"] * bool(origin.frozen.path)
-        lines.append(f"export WORDRUN_CODE={shlex.quote(origin.frozen.record)}")
+    if origin.snapshot:
+        path = f"{shlex.quote(os.pathsep.join(origin.snapshot.path))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        lines += [f"export PYTHONPATH={path}"] * bool(origin.snapshot.path)
+        lines.append(f"export WORDRUN_CODE={shlex.quote(origin.snapshot.record)}")
     lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
     return "\n".join([*lines, "", *_ending(options, scheduler), ""])
 

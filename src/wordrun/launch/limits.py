@@ -9,7 +9,8 @@ from typing import Any
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.launch import sweeps_and_studies
 from wordrun.launch.job import Job
-from wordrun.launch.request import Options, Ranks
+from wordrun.launch.options import Options
+from wordrun.launch.request import Ranks
 from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
 from wordrun.launch.walltime import seconds

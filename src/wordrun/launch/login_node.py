@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site

@@ -12,7 +12,7 @@ from typing import Any
 
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.walltime import seconds
 

@@ -18,9 +18,10 @@ from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.limits import check_crowd
 from wordrun.launch.login_node import login_note, refuse_nodes
+from wordrun.launch.options import Options
 from wordrun.launch.rank_starter import RankStarter, starter_of
 from wordrun.launch.ranks import decide_ranks
-from wordrun.launch.request import Decided, Identity, Options, Ranks, Request
+from wordrun.launch.request import Decided, Identity, Ranks, Request
 from wordrun.launch.run_identity import choose_run, file_name, records_folder
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from wordrun.launch.job import Job
 from wordrun.launch.launchers.base import Launcher
-from wordrun.launch.request import Options, Ranks, Request
+from wordrun.launch.options import Options
+from wordrun.launch.request import Ranks, Request
 
 STARTERS: Mapping[str, str] = {"elastic": "wordrun.launch.elastic.starter:GuardianStarter"}
 """Subclasses of ``RankStarter`` as MODULE:NAME, by the option that chooses them (a field of ``Options``)."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job
-from wordrun.launch.request import Options, Ranks
+from wordrun.launch.options import Options
+from wordrun.launch.request import Ranks
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:

@@ -18,10 +18,10 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.files import why
 from wordrun.common.run_id import new_run_id
 from wordrun.launch import limits, site_files, sweeps_and_studies
-from wordrun.launch.code_snapshot import Frozen, describe, freeze
+from wordrun.launch.code_snapshot import CodeSnapshot, describe, take_snapshot
 from wordrun.launch.job_script import Origin, script
 from wordrun.launch.messages import say
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.run_identity import exported_id
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler
@@ -97,7 +97,7 @@ class Submission:
     """Of the script."""
     text: str
     jobs: list[str]
-    frozen: Frozen | None
+    snapshot: CodeSnapshot | None
 
 
 def main(options: Options) -> int:
@@ -116,27 +116,27 @@ def main(options: Options) -> int:
             "script": done.text,
             "commands": commands(scheduler, done.path, jobs or to_come),
             "jobs": jobs,
-            "code": done.frozen.facts if done.frozen else None,
+            "code": done.snapshot.facts if done.snapshot else None,
         }
         print(json.dumps(facts, indent=2))
     elif options.dry_run:
         print(done.text.rstrip("\n"))
     else:
         print(f"submitted {' then '.join(jobs)} (site {site.name or 'unknown'}: {done.why}; script {done.path})")
-        print(describe(done.frozen))
+        print(describe(done.snapshot))
         print(
             f"run {done.run_id}; {scheduler.canceller} {' '.join(jobs)} cancels {'all of them' if jobs[1:] else 'it'}"
         )
     return 0
 
 
-def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Submission:
+def send(options: Options, run_id: str = "", snapshot: CodeSnapshot | None = None) -> Submission:
     """Write a job script and submit it, unless ``options.dry_run``.
 
     Args:
         options: the command line.
         run_id: the run to begin or continue; empty: the exported one, or a new one.
-        frozen: the copy of the code to run; None: a new one, unless ``options.no_freeze``.
+        snapshot: the copy of the code to run; None: a new one, unless ``options.no_freeze``.
 
     Raises:
         ConfigError: options are missing or not allowed, or a file cannot be written.
@@ -148,7 +148,7 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
-    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", frozen, os.environ)
+    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", snapshot, os.environ)
     warning = "" if run_id else limits.doubt(options, site)  # those of a sweep's points have been told once
     run_id = run_id or exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
@@ -156,12 +156,12 @@ def send(options: Options, run_id: str = "", frozen: Frozen | None = None) -> Su
     name = job_path(options.job_name)
     if not options.dry_run:
         write(f"{name}.sh", text)
-        if not (options.no_freeze or frozen):
-            frozen = freeze_for(name)
-            text = script(options, site, scheduler, replace(origin, frozen=frozen), run_id)
+        if not (options.no_freeze or snapshot):
+            snapshot = snapshot_for(name)
+            text = script(options, site, scheduler, replace(origin, snapshot=snapshot), run_id)
             write(f"{name}.sh", text)
     jobs = [] if options.dry_run else submit(scheduler, f"{name}.sh", options.chain, os.environ)
-    return Submission(site, why, scheduler, run_id, f"{name}.sh", text, jobs, frozen)
+    return Submission(site, why, scheduler, run_id, f"{name}.sh", text, jobs, snapshot)
 
 
 def job_path(name: str) -> str:
@@ -175,13 +175,13 @@ def checkout() -> str:
     return root.rstrip(os.sep) if os.path.isdir(root) else ""
 
 
-def freeze_for(name: str) -> Frozen | None:
+def snapshot_for(name: str) -> CodeSnapshot | None:
     """Return a copy of the code in the folder ``name``; None if the working directory is not a project."""
-    frozen = freeze(os.path.abspath(name), os.getcwd(), checkout(), os.environ)
-    if frozen is None:
+    snapshot = take_snapshot(os.path.abspath(name), os.getcwd(), checkout(), os.environ)
+    if snapshot is None:
         why = "is not a git repository and has too many files to copy"
         say(f"{os.getcwd()} {why}: the job will run the code as it is when the job starts")
-    return frozen
+    return snapshot
 
 
 def scheduler_of(options: Options, site: Site) -> Scheduler:

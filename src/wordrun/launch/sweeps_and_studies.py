@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from wordrun.common.errors import ConfigError
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 
 ARGS = "hydra.launcher.args"
 # Why these options cannot reach the points.

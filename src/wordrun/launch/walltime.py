@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from wordrun.launch.messages import say
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 
 # Default --walltime-margin for wordrun: MARGIN_S seconds, but at most 1/MARGIN_PART of the walltime.
 MARGIN_S = 120.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wordrun.common import log
 from wordrun.common.errors import REQUEUE, ConfigError
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.study import jobs, placements
 from wordrun.study.launch_pool import command_of
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, Point, Points

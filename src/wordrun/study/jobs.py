@@ -12,8 +12,8 @@ from pathlib import Path
 from wordrun.common.run_id import new_run_id
 from wordrun.launch import limits, site_files, submit as launch_submit
 from wordrun.launch.code_snapshot import describe
+from wordrun.launch.options import Options
 from wordrun.launch.parser import parse
-from wordrun.launch.request import Options
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.study.points import SUBMITTED, Point, Points
 
@@ -58,16 +58,16 @@ def submit(table: Points, chunks: Sequence[Sequence[Point]], job: Job) -> None:
         SubmitError: the scheduler refuses a job; those before it stay submitted.
     """
     freezes = not job(chunks[0]).no_freeze
-    frozen = launch_submit.freeze_for(launch_submit.job_path(table.study)) if freezes else None
+    snapshot = launch_submit.snapshot_for(launch_submit.job_path(table.study)) if freezes else None
     for chunk in chunks:
         for point in chunk:
             point.clear()
-        options = replace(job(chunk), no_freeze=frozen is None)
-        done = launch_submit.send(options, chunk[0].run_id or new_run_id(), frozen)
+        options = replace(job(chunk), no_freeze=snapshot is None)
+        done = launch_submit.send(options, chunk[0].run_id or new_run_id(), snapshot)
         table.put(chunk, SUBMITTED, f"job {' '.join(done.jobs)}")
         names = ", ".join(point.name for point in chunk)
         print(f"point{'s' * (len(chunk) > 1)} {names}: job {' then '.join(done.jobs)} ({done.path})", flush=True)
-    print(describe(frozen))
+    print(describe(snapshot))
 
 
 def are_left(options: Options, ids: Sequence[str]) -> bool | None:

@@ -13,9 +13,10 @@ from pathlib import Path
 from wordrun.common.errors import ConfigError
 from wordrun.launch import site_files
 from wordrun.launch.job import Job
+from wordrun.launch.options import Options
 from wordrun.launch.parser import parse
 from wordrun.launch.plan import look_around
-from wordrun.launch.request import Options, Ranks
+from wordrun.launch.request import Ranks
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.launch.walltime import MARGIN_S

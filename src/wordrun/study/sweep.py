@@ -16,7 +16,7 @@ from wordrun.common.errors import ConfigError, UserError, show
 from wordrun.common.files import replace as replace_file
 from wordrun.common.run_id import new_run_id
 from wordrun.launch import site_files
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.schedulers.base import node_count, total_ranks
 from wordrun.launch.site import Site
 from wordrun.study import jobs, placements

@@ -16,9 +16,10 @@ from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.launchers.local import Local
+from wordrun.launch.options import Options
 from wordrun.launch.plan import LaunchPlan, past_the_shell
 from wordrun.launch.rank_starter import RankStarter
-from wordrun.launch.request import Options, Ranks, Request
+from wordrun.launch.request import Ranks, Request
 
 # A warning of torch's, with its C++ stack, when a rank loses its connection to the store, which ends with rank 0. Under
 # guardians the other ranks outlive a killed rank 0, which launch reports itself.

@@ -13,7 +13,7 @@ from wordrun.launch.launchers.openmpi import OpenMPI
 from wordrun.launch.launchers.pals import PALS
 from wordrun.launch.launchers.srun import Srun
 from wordrun.launch.launchers.torchrun import Torchrun
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.site import UNKNOWN, Site
 
 LAUNCHERS: dict[str, type[Launcher]] = {each.name: each for each in (PALS, Hydra, OpenMPI, Srun, Torchrun, Local)}

@@ -14,7 +14,8 @@ from typing import ClassVar
 from wordrun.common.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
-from wordrun.launch.request import Options, Request
+from wordrun.launch.options import Options
+from wordrun.launch.request import Request
 from wordrun.launch.site import Site
 
 RANK_ENV = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank_env.sh")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from wordrun.launch.job import Job, LocalHost
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.site import Site
 
 # The remedy if a job's variables name no hosts.

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, read_hosts, short
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.schedulers.base import (
     NO_HOSTS,
     Grant,

@@ -12,7 +12,7 @@ from typing import ClassVar
 from wordrun.common.errors import ConfigError
 from wordrun.common.slurm import cores_on_node, expand_counts, expand_hosts, is_task
 from wordrun.launch.job import Job, LocalHost
-from wordrun.launch.request import Options
+from wordrun.launch.options import Options
 from wordrun.launch.schedulers.base import (
     NO_HOSTS,
     Grant,

@@ -13,7 +13,7 @@ import pytest
 
 from wordrun.commands.train import main
 from wordrun.common.errors import ConfigError
-from wordrun.launch.code_snapshot import freeze
+from wordrun.launch.code_snapshot import take_snapshot
 from wordrun.track.report.facts import environment
 from wordrun.track.run_json import RunRecord
 from wordrun.train.provenance import commits
@@ -45,19 +45,21 @@ def git(root: Path, *words: str) -> None:
 
 
 def test_a_copy_has_the_code_and_links_to_the_rest(project: Path) -> None:
-    frozen = freeze(str(project / "outputs" / "jobs" / "j"), str(project / "pkg"), "", {"PYTHONPATH": f"{project}:/x"})
-    assert frozen
+    snapshot = take_snapshot(
+        str(project / "outputs" / "jobs" / "j"), str(project / "pkg"), "", {"PYTHONPATH": f"{project}:/x"}
+    )
+    assert snapshot
     code = project / "outputs" / "jobs" / "j" / "code"
-    assert frozen.cwd == str(code / "pkg")
-    assert frozen.path == (str(code),)
+    assert snapshot.cwd == str(code / "pkg")
+    assert snapshot.path == (str(code),)
     (project / "train.py").write_text("edited")
     (project / "pkg" / "part.py").unlink()
     (project / "data" / "big").write_text("more")
     found = {name: (code / name).read_text() for name in ("train.py", "pkg/part.py", "new.py", "data/big", "pkg/built")}
     assert found == {"train.py": "1", "pkg/part.py": "changed", "new.py": "new", "data/big": "more", "pkg/built": "x"}
     assert (code / "outputs").resolve() == project / "outputs"
-    facts = json.loads(Path(frozen.record).read_text())
-    assert facts == frozen.facts
+    facts = json.loads(Path(snapshot.record).read_text())
+    assert facts == snapshot.facts
     assert (facts["dirty"], facts["untracked"]) == (["pkg/part.py"], ["new.py"])
     assert len(facts["commit"]) == 40
 
@@ -67,11 +69,11 @@ def test_large_files_are_refused_with_their_names(project: Path) -> None:
     weights.touch()
     os.truncate(weights, 10_000_001)
     with pytest.raises(ConfigError, match=r"weights.bin is untracked and has .* add it to .gitignore"):
-        freeze(str(project / "outputs" / "j"), str(project), "", {})
+        take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
     git(project, "add", "weights.bin")
     os.truncate(weights, 500_000_001)
     with pytest.raises(ConfigError, match=r"the largest files are weights.bin .*--no-freeze"):
-        freeze(str(project / "outputs" / "j"), str(project), "", {})
+        take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
 
 
 def test_a_folder_without_git_is_copied_unless_it_is_too_large(project: Path) -> None:
@@ -79,17 +81,17 @@ def test_a_folder_without_git_is_copied_unless_it_is_too_large(project: Path) ->
     (project / "env" / "lib").mkdir(parents=True)
     (project / "env" / "pyvenv.cfg").touch()
     (project / "env" / "lib" / "torch.py").touch()
-    frozen = freeze(str(project / "outputs" / "j"), str(project), "", {})
-    assert frozen
+    snapshot = take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
+    assert snapshot
     code = project / "outputs" / "j" / "code"
     assert (code / "env").is_symlink()
     assert (code / "data").is_symlink()
     assert (code / "pkg" / "part.py").read_text() == "changed"
     assert not (code / "pkg" / "part.py").is_symlink()
-    assert frozen.facts["commit"] is None
+    assert snapshot.facts["commit"] is None
     for number in range(20_001):  # links, because they are made faster than files
         os.link(project / "train.py", project / "pkg" / f"{number}.txt")
-    assert freeze(str(project / "outputs" / "k"), str(project), "", {}) is None
+    assert take_snapshot(str(project / "outputs" / "k"), str(project), "", {}) is None
 
 
 def test_wordruns_own_checkout_is_copied_with_its_conf(tmp_path: Path) -> None:
@@ -99,9 +101,9 @@ def test_wordruns_own_checkout_is_copied_with_its_conf(tmp_path: Path) -> None:
         (root / name).write_text("old")
     work = tmp_path / "work"
     work.mkdir()
-    frozen = freeze(str(work / "outputs" / "j"), str(work), str(root), {})
-    assert frozen
-    (source,) = frozen.path
+    snapshot = take_snapshot(str(work / "outputs" / "j"), str(work), str(root), {})
+    assert snapshot
+    (source,) = snapshot.path
     shutil.rmtree(root / "src")
     (root / "conf" / "config.yaml").write_text("edited")
     assert (Path(source) / "wordrun" / "__init__.py").read_text() == "old"
@@ -112,14 +114,14 @@ def test_wordruns_own_checkout_is_copied_with_its_conf(tmp_path: Path) -> None:
 def test_a_copy_that_cannot_be_written_is_one_error(project: Path) -> None:
     (project / "outputs" / "j").write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot copy the code to .*: Not a directory; --no-freeze"):
-        freeze(str(project / "outputs" / "j"), str(project), "", {})
+        take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
 
 
 def test_a_run_in_the_copy_is_outputs_latest(project: Path, small: Words, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = freeze(str(project / "outputs" / "j"), str(project), "", {})
-    assert frozen
-    monkeypatch.chdir(frozen.cwd)
-    monkeypatch.setenv("WORDRUN_CODE", frozen.record)
+    snapshot = take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
+    assert snapshot
+    monkeypatch.chdir(snapshot.cwd)
+    monkeypatch.setenv("WORDRUN_CODE", snapshot.record)
     assert main(small("train.max_iters=1", "train.checkpoint_interval=0", "hydra.run.dir=outputs/data/run")) == 0
     assert (project / "outputs" / "latest").resolve() == project / "outputs" / "data" / "run"
     told = json.loads((project / "outputs" / "latest" / "run.json").read_text())
