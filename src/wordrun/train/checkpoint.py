@@ -98,7 +98,7 @@ class Checkpoints(BackgroundSaves):
         self.problem = ""
         """Why the last one could not be written; empty: it was."""
         self._said = set[str]()
-        """What could not be done after checkpoints were complete."""
+        """Problems after checkpoints were complete that have been logged."""
 
     def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
         """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.
@@ -143,7 +143,7 @@ class Checkpoints(BackgroundSaves):
             self._error = error
 
     def _describe(self, folder: Path) -> dict[str, Any]:
-        """Return sizes and checksums of this rank's share of the files of an engine, which belong to no rank."""
+        """Return sizes and checksums of files that an engine has written; the ranks divide the files."""
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         return folders.describe(folder, files[self.world.rank :: self.world.size])
 

@@ -34,7 +34,7 @@ def by_launch() -> bool:
 
 
 def unused(command: Sequence[str], devices: int, env: Mapping[str, str]) -> str:
-    """Return a hint that a job has more nodes or devices than a single process uses; empty: it has not, or is unknown.
+    """Return a hint if the job has nodes or devices that this single process does not use; else an empty string.
 
     Args:
         command: the command line of this process, which nothing has launched.

@@ -20,7 +20,7 @@ from wordrun.train.metrics import device_name
 UNLIMITED = 2**60
 """Bytes to assume where the operating system does not say how much memory is available (macOS)."""
 NODE_BITS = 20
-"""Bits for the index of a node, in a number with the MiB of memory above them."""
+"""Memory [MiB] and the index of a node are compared as one integer, whose last bits are the index."""
 SIGNS = re.compile(r"out of memory|out_of_(host|device)_memory|alloc_failed|can't allocate memory", re.IGNORECASE)
 """What libraries write when memory runs out; only torch's allocators for accelerators have an exception for it."""
 
@@ -28,8 +28,8 @@ SIGNS = re.compile(r"out of memory|out_of_(host|device)_memory|alloc_failed|can'
 class MemoryPlan:
     """The estimate of ``wordrun plan`` for this run, and the memory of the rank that has the least.
 
-    Every rank must create one, before any of them allocates its share: the ranks agree on the least memory, and so on
-    what follows from it.
+    Every rank must create one, before any of them allocates its share: the ranks agree on the least memory, so that all
+    take the same decisions.
 
     Args:
         cfg: the config, with the dtype in which the run computes.

@@ -24,7 +24,7 @@ from wordrun.plan import devices
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")
-"""The phases of a step in which a rank works by itself; on an accelerator, they may contain collectives."""
+"""The phases of a step that measure a rank's own work. On an accelerator, collectives may overlap with them."""
 PHASES = (*PASSES, "communication", "optimizer")
 GATHERED = 64
 """Up to this many ranks, each gets the times of all; beyond, the messages would grow with the number of ranks."""
@@ -38,7 +38,8 @@ IN_USE = re.compile(rb"(VmRSS|VmHWM):\s+(\d+)")
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
 QUIET = ("val_loss", "val_perplexity")
-"""Metrics not listed in the log line of an evaluation: the loss is in front, the perplexity at the end of the run."""
+"""Metrics that the log line of an evaluation does not list: it begins with the loss, and the perplexity is logged once,
+at the end of the run."""
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
@@ -81,7 +82,7 @@ class Meter:
         self.peak = peak_flops(device_name(device), dtype)
         self._steps = self._examples = 0
         self._losses: list[torch.Tensor] = []
-        """Those of this rank that have not been scored."""
+        """Losses of this rank that the spike detector has not got yet."""
         self._last: tuple[StepResult, float]
 
     def add(self, result: StepResult, lr: float, examples: int) -> None:
@@ -92,7 +93,10 @@ class Meter:
         self._last = result, lr
 
     def score(self, state: TrainState) -> None:
-        """Score the losses since the last line, so that ``state`` can be saved; every rank must call this."""
+        """Pass the losses since the last line to the spike detector of ``state``, so that it can be saved.
+
+        Every rank must call this.
+        """
         if self._losses:
             losses, self._losses = all_mean(torch.stack(self._losses)).tolist(), []
             state.spikes.add(losses, state.step - len(losses) + 1)
@@ -105,7 +109,7 @@ class Meter:
         collectives = seconds.get("collectives", 0.0)
         own = sum(seconds.get(name, 0.0) for name in PASSES) - collectives
         losses, self._losses = torch.stack(self._losses).tolist(), []
-        means, most = self._reduce(
+        means, maxima = self._reduce(
             [
                 sum(seconds.get(name, 0.0) for name in PHASES),
                 seconds.get("forward", math.nan),
@@ -119,7 +123,7 @@ class Meter:
             [seconds.get("hooks", 0.0), *used_memory(self.device)],
         )
         dt, dtf, dtb, data, communication, optimizer, *losses = means
-        hooks, memory, peak, slowest, behind = most
+        hooks, memory, peak, slowest, slowest_by = maxima
         state.spikes.add(losses, state.step - len(losses) + 1)
         sps = examples / steps / dt
         size, flops = self.tokens_per_example or 0, self.flops_per_example
@@ -136,7 +140,7 @@ class Meter:
             "dt_optimizer": optimizer,
             "dt_hooks": hooks,
             "slowest_rank": slowest,
-            "slowest_by": behind,
+            "slowest_by": slowest_by,
             "sps": sps,
             "sps_per_gpu": sps / self.ranks,
             "tps": sps * size,
@@ -150,40 +154,45 @@ class Meter:
         }
         return line if size else {name: value for name, value in line.items() if name not in OF_TOKENS}
 
-    def _reduce(self, values: list[float], own: float, most: list[float]) -> tuple[list[float], list[Any]]:
-        """Return the means of ``values`` over the ranks, and the maxima of ``most`` with the slowest rank behind them.
+    def _reduce(self, values: list[float], own: float, largest: list[float]) -> tuple[list[float], list[Any]]:
+        """Return the means of ``values`` over the ranks, the maxima of ``largest``, and the slowest rank.
 
         Args:
             values: any numbers.
             own: this rank's time, without waiting for others [s].
-            most: numbers, which may be rounded to 1e-6.
+            largest: numbers, which may be rounded to 1e-6.
 
         Returns:
-            The means; the maxima, the rank whose ``own`` is the largest, and how far it is above the median [s].
+            The means; and in one list the maxima, the rank whose ``own`` is the longest, and by how much ``own`` there
+            exceeds the median [s].
         """
         ranks = dist.get_world_size()
         if ranks > GATHERED:
-            return self._reduce_many(values, own, most)
-        rows = all_rows(torch.tensor([own, *most, *values], device=self.device)).tolist()
+            return self._reduce_many(values, own, largest)
+        rows = all_rows(torch.tensor([own, *largest, *values], device=self.device)).tolist()
         times, *columns = ([row[i] for row in rows] for i in range(len(rows[0])))
         slowest = times.index(max(times))
-        behind = (slowest, times[slowest] - sorted(times)[(ranks - 1) // 2]) if ranks > 1 else (None, None)
-        return [sum(each) / ranks for each in columns[len(most) :]], [*map(max, columns[: len(most)]), *behind]
+        slowest_by = (slowest, times[slowest] - sorted(times)[(ranks - 1) // 2]) if ranks > 1 else (None, None)
+        return [sum(each) / ranks for each in columns[len(largest) :]], [
+            *map(max, columns[: len(largest)]),
+            *slowest_by,
+        ]
 
-    def _reduce_many(self, values: list[float], own: float, most: list[float]) -> tuple[list[float], list[Any]]:
+    def _reduce_many(self, values: list[float], own: float, largest: list[float]) -> tuple[list[float], list[Any]]:
         """Do what ``_reduce`` does, in two collectives whose size does not depend on the number of ranks."""
         ranks, rank, micro = dist.get_world_size(), dist.get_rank(), round(1e6 * own)
-        sent = [micro << RANK_BITS | rank, -micro, *(round(1e6 * value) for value in most)]
-        packed, least, *highest = all_max(torch.tensor(sent, device=self.device)).tolist()
-        last, slowest = divmod(packed, 1 << RANK_BITS)
+        sent = [micro << RANK_BITS | rank, -micro, *(round(1e6 * value) for value in largest)]
+        packed, negated_least, *highest = all_max(torch.tensor(sent, device=self.device)).tolist()
+        longest, slowest = divmod(packed, 1 << RANK_BITS)
+        spread = longest + negated_least
         # A histogram of the ranks' times instead of all of them.
         bins = torch.zeros(2, BINS)
-        behind = micro + least
-        bins[:, min(BINS - 1, BINS * behind // max(1, last + least))] = torch.tensor([1.0, behind])
+        above_least = micro + negated_least
+        bins[:, min(BINS - 1, BINS * above_least // max(1, spread))] = torch.tensor([1.0, above_least])
         sums = all_sum(torch.cat((torch.tensor(values), bins.flatten())).to(self.device)).tolist()
         counts, totals = sums[-2 * BINS : -BINS], sums[-BINS:]
         at = next(i for i, count in enumerate(itertools.accumulate(counts)) if count > (ranks - 1) // 2)
-        by = (last + least - totals[at] / counts[at]) / 1e6
+        by = (spread - totals[at] / counts[at]) / 1e6
         return [each / ranks for each in sums[: len(values)]], [*(value / 1e6 for value in highest), slowest, by]
 
 
@@ -241,8 +250,8 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
     training = backend.parts[0].training
     for part in backend.parts:
         part.eval()
-    # Weights that autocast has cast are kept until its outermost context ends: here, for more than one forward pass.
     try:
+        # autocast keeps cast weights until the outermost context ends: with this one, for the whole evaluation.
         with torch.autocast(backend.device.type, enabled=False):
             yield
     finally:

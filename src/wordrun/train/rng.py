@@ -40,7 +40,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def swapped(state: dict[str, Any]) -> Iterator[None]:
-    """Run a ``with`` block on the RNG states in ``state``, update them at its end, and restore the caller's.
+    """Exchange the RNG states of this process for those in ``state`` during a ``with`` block.
 
     With an empty ``state``, the block starts from the caller's states.
     """

@@ -33,7 +33,7 @@ def improves(value: float, best: float | None, by: float = 0.0, *, higher: bool 
 
 @dataclass
 class TrainState:
-    """The state of a run. Other objects change it only through its methods; ``rng`` is what ``rng.swapped`` writes to.
+    """The state of a run, which other objects change only through its methods, except ``rng``.
 
     Checkpoints store it with ``state_dict``, and the RNG states as one tensor per rank.
     """
@@ -65,7 +65,7 @@ class TrainState:
     seconds: float = 0.0
     """Training time until the clock was last started; ``elapsed`` includes the time since then."""
     rng: dict[str, Any] = field(default_factory=dict, repr=False)
-    """RNG states of this process, where the run last stopped drawing from them; see ``wordrun.train.rng``."""
+    """RNG states of this process while the run does not use them; ``rng.swapped`` exchanges them."""
     _started: float | None = field(default=None, repr=False)
 
     def take(self, examples: int) -> None:

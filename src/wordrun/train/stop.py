@@ -22,7 +22,7 @@ AGREE_EVERY_S = 0.5
 SAME_S = 1.0
 
 
-# In place of a signal's number, and greater than any of them: a hook has failed.
+# Stands for a signal's number if a hook has failed; greater than all of them, so that it wins the maximum.
 HOOK_FAILED = 1000
 
 

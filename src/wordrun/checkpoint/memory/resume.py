@@ -24,7 +24,7 @@ class InMemory:
     name: str
     step: int
     holders: Mapping[int, Sequence[int]]
-    """The nodes that have the share of a rank that wrote one."""
+    """For each rank that wrote a share, the nodes that have it."""
     where: str = "memory"
     """As ``train.run.Elsewhere`` has it."""
     _brought: list[Path] = field(default_factory=list)
@@ -35,7 +35,10 @@ class InMemory:
         return Folder(self.saves.memory.path / self.name, self.step)
 
     def fetch(self, files: Iterable[str]) -> None:
-        """Fetch those of ``files``, which this rank needs, that its node does not have; all ranks must call this.
+        """Bring files of the checkpoint to this node, if it lacks them; all ranks must call this.
+
+        Args:
+            files: names of the files that this rank needs.
 
         Raises:
             LostError: a node cannot get a file.

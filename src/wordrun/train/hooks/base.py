@@ -36,7 +36,7 @@ class Training:
     world: World
     layout: Layout
     gas: int
-    """Micro-steps of the last optimizer step; before the first, of a step after train.batch_ramp."""
+    """Micro-steps of the last optimizer step. Before the first step: of a step with the full global batch."""
     memory: MemoryPlan
     task: TaskProtocol
     backend: Backend
@@ -146,8 +146,8 @@ class Hook:
         """Called in each step when the gradients of all micro-steps are complete, before they are clipped.
 
         They are in ``grad`` of the parameters in ``trainer.backend.parts``, or None, and are dropped in the same step.
-        Sharded parameters have sharded gradients. ``trainer.step`` does not include this step, which may not count.
-        DeepSpeed, whose engine has the gradients, refuses hooks with this method.
+        Sharded parameters have sharded gradients. ``trainer.step`` does not include this step yet, because it may be
+        skipped or undone. DeepSpeed, whose engine has the gradients, refuses hooks with this method.
         """
 
     def accepts_step(self, trainer: Training) -> bool:
@@ -236,9 +236,10 @@ class HookSet(Mapping[str, Hook]):
         self.has_others = bool(configured or added)
         """Whether there are hooks besides wordrun's own."""
         self.failed: dict[str, Exception] = {}
-        """Hooks that have raised an exception during training, and are no longer called; also a failed schedule."""
-        self._with: dict[str, list[tuple[str, Hook]]] = {}
-        """The hooks that define a method, by its name: most hooks have few, and a step calls several."""
+        """The errors of hooks that have failed during training, by the hook's name. These hooks are no longer called. A
+        schedule that has failed is here, too, as "the learning rate"."""
+        self._overriding: dict[str, list[tuple[str, Hook]]] = {}
+        """By name of a method, the hooks that override it: most hooks have few of the methods that a step calls."""
 
     def __getitem__(self, name: str) -> Hook:
         """Return the hook with this name."""
@@ -312,14 +313,14 @@ class HookSet(Mapping[str, Hook]):
 
     def _defining(self, method: str) -> list[tuple[str, Hook]]:
         """Return the hooks that define ``method``, except those that have failed."""
-        if method not in self._with:
+        if method not in self._overriding:
             default = getattr(Hook, method)
-            self._with[method] = [
+            self._overriding[method] = [
                 (name, hook)
                 for name, hook in self.items()
                 if getattr(getattr(hook, method), "__func__", None) != default
             ]
-        found = self._with[method]
+        found = self._overriding[method]
         return [(name, hook) for name, hook in found if name not in self.failed] if self.failed else found
 
     def close(self) -> None:
@@ -339,11 +340,14 @@ class HookSet(Mapping[str, Hook]):
         for name, hook in self.items():
             if name not in self._own:
                 with self._named(name, "state", keep=True):
-                    states[name] = as_json(hook.state())  # while writing, the hook would be unknown
+                    states[name] = as_json(hook.state())  # where a failure can name the hook
         return states
 
     def tensors(self, states: Any = None) -> dict[str, Tensor]:
-        """Return the tensors of all hooks, or of those with ``states`` in a checkpoint, by their names there."""
+        """Return the tensors of the hooks by their names in a checkpoint.
+
+        ``states`` are those of the checkpoint to read: hooks that it does not have are left out. None: all hooks.
+        """
         return {
             f"hooks.{stored}.{weight}": tensor
             for name, hook in self.items()
@@ -364,7 +368,10 @@ class HookSet(Mapping[str, Hook]):
                     hook.setup(trainer)
 
     def _stored_name(self, name: str, states: Any) -> str:
-        """Return the name of a hook in a checkpoint's ``states``, which was its class until 0.1; empty: it has none."""
+        """Return under which name ``states``, of a checkpoint, has a hook; empty: not at all.
+
+        Until 0.1 hooks were stored under the names of their classes.
+        """
         found = (each for each in (name, type(self[name]).__name__) if isinstance(states, dict) and each in states)
         return next(found, "")
 

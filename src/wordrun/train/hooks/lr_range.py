@@ -16,7 +16,7 @@ from wordrun.train.hooks.options import LRRangeConfig
 DIVERGED = 4.0
 """The test ends at a loss of this many times the lowest."""
 RECENT = 5
-"""Steps in the mean that is compared, and on each side of a point of the smoothed curve."""
+"""Number of recent losses whose mean tells divergence; also the reach of the smoothed curve, in steps on each side."""
 
 
 class LRRange(Hook):
@@ -47,7 +47,7 @@ class LRRange(Hook):
         return sum(recent) / len(recent)
 
     def stop_reason(self) -> str:
-        """Return that the test is complete, once it is."""
+        """Return why the test ends: the loss has diverged, or all learning rates have been tried."""
         if not self.losses:
             return ""
         if not math.isfinite(self.losses[-1]) or self._recent() > DIVERGED * self._lowest:
@@ -85,8 +85,8 @@ def centered(losses: Sequence[float]) -> list[float]:
 
 def steepest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """Return the rate at which ``losses`` fall fastest over the logarithm of ``rates``; None if they never fall."""
-    known = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    end = known.index(min(known))  # after it, the loss may fall again while it diverges
-    slopes = [(known[i + 1] - known[i - 1], rates[i]) for i in range(RECENT, end)]
+    finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    end = finite.index(min(finite))  # after it, the loss may fall again while it diverges
+    slopes = [(finite[i + 1] - finite[i - 1], rates[i]) for i in range(RECENT, end)]
     slope, rate = min(slopes, default=(0.0, 0.0))
     return rate if slope < 0 else None
