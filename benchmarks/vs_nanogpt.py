@@ -189,7 +189,7 @@ def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape) -> float:
     import numpy as np
     import torch
 
-    from wordrun.data.validation_set import ValidationSet
+    from wordrun.data.validation_set import ValidationSequences, ValidationTokens
 
     sys.path.insert(0, str(nanogpt))
     import model as theirs  # type: ignore[import-not-found]
@@ -199,7 +199,7 @@ def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape) -> float:
     gpt.load_state_dict(saved["model"])
     gpt.eval()
     val = np.fromfile(nanogpt / "data/shakespeare_char/val.bin", dtype=np.uint16)
-    windows = ValidationSet(val, shape.block_size, shape.batch_size, None)
+    windows = ValidationSequences(ValidationTokens(val, shape.block_size), shape.batch_size, None)
     total = count = 0.0
     with torch.no_grad():
         for i in range(len(windows)):

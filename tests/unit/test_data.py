@@ -28,7 +28,7 @@ from wordrun.data.prepare.sources import locate
 from wordrun.data.prepare.sources.base import Source
 from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.tokenizers.char import CharTokenizer
-from wordrun.data.validation_set import ValidationSet
+from wordrun.data.validation_set import ValidationSequences, ValidationTokens
 from wordrun.dist import World
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n"
@@ -158,7 +158,7 @@ def test_the_validation_set_is_the_same_on_any_number_of_ranks(
 ) -> None:
     def chosen(ranks: int) -> list[Counter[int]]:
         sets = [
-            ValidationSet(np.arange(tokens), 5, batch, batches and batches * batch, rank, ranks)
+            ValidationSequences(ValidationTokens(np.arange(tokens), 5), batch, batches and batches * batch, rank, ranks)
             for rank in range(ranks)
         ]
         assert len({len(part) for part in sets}) == 1  # so that evaluation may contain collectives
@@ -175,7 +175,7 @@ def test_the_validation_set_is_the_same_on_any_number_of_ranks(
 
 
 def test_the_validation_set_is_spread_over_the_whole_text() -> None:
-    fixed = ValidationSet(np.arange(10_001), 10, batch_size=5, count=10)
+    fixed = ValidationSequences(ValidationTokens(np.arange(10_001), 10), batch_size=5, count=10)
     firsts = sorted(int(first) for i in range(2) for first in fixed[i][0].tokens[:, 0])
     assert firsts == list(range(0, 10_000, 1_000))
 
@@ -184,7 +184,8 @@ def test_the_validation_set_is_spread_over_the_whole_text() -> None:
 def test_of_a_mix_each_part_counts_as_its_share(count: int | None) -> None:
     """However long it is."""
     parts = [(31, 0.75), (301, 0.25)]
-    sets = [ValidationSet(np.arange(332), 5, 4, count, rank, 2, parts=parts) for rank in range(2)]
+    data = ValidationTokens(np.arange(332), 5, parts=parts)
+    sets = [ValidationSequences(data, 4, count, rank, 2) for rank in range(2)]
     found: list[tuple[int, float]] = []
     for fixed in sets:
         for i in range(len(fixed)):
@@ -196,12 +197,12 @@ def test_of_a_mix_each_part_counts_as_its_share(count: int | None) -> None:
     assert sum(first) == pytest.approx(3 * sum(second))
     assert sum(first + second) == pytest.approx(len(found))
     with pytest.raises(ConfigError, match="validation text of 5 tokens"):
-        ValidationSet(np.arange(105), 5, 4, None, parts=[(100, 0.5), (5, 0.5)])
+        ValidationSequences(ValidationTokens(np.arange(105), 5, parts=[(100, 0.5), (5, 0.5)]), 4, None)
 
 
 def test_a_block_longer_than_the_validation_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.block_size=64 .* validation text of 64 tokens.*data.val_fraction"):
-        ValidationSet(np.arange(64), 64, 1, None)
+        ValidationSequences(ValidationTokens(np.arange(64), 64), 1, None)
 
 
 # Where the text comes from

@@ -21,7 +21,7 @@ from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import IGNORED
 from wordrun.data.prepare.obtain import obtain
-from wordrun.data.validation_set import ValidationSet
+from wordrun.data.validation_set import ValidationPairs, ValidationSequences
 from wordrun.model.construction import build
 from wordrun.train import language
 from wordrun.train.measures import accuracy
@@ -118,7 +118,7 @@ def test_the_validation_loss_is_the_mean_over_all_answers(ranks: int) -> None:
     hits = (logits.argmax(-1) == whole.targets)[answers].float().mean()
     total = torch.zeros(4, dtype=torch.float64)
     for rank in range(ranks):
-        fixed = ValidationSet(corpus.val, 32, 3, None, rank, ranks, rows=rows)
+        fixed = ValidationSequences(ValidationPairs(rows), 3, None, rank, ranks)
         for i in range(len(fixed)):
             batch, weights = fixed[i]
             losses, outputs = model.losses_and_outputs(batch)

@@ -17,7 +17,7 @@ from wordrun.study import report
 from wordrun.study.base import new_parser, parse_study, run_study
 from wordrun.study.fits import power_law
 from wordrun.study.points import DONE, Point, Points, number, positive_numbers
-from wordrun.study.report import Row
+from wordrun.study.report import Report, Row
 from wordrun.track import metrics_jsonl
 from wordrun.track.run_json import RunRecord
 
@@ -139,26 +139,25 @@ def _points(args: argparse.Namespace, base: Config) -> Iterator[Point]:
     for width in map(int, args.widths):
         for kind in KINDS:
             model = [*args.overrides, *_at_width(base, width, kind, args.base_width or int(args.widths[0]))]
+            columns = {"parametrization": kind, "width": width, "learning_rate": base.optimizer.learning_rate}
             options = {"train.max_iters": args.steps, "hooks": "[coordinates]", "schedule": "constant"}
-            yield _point(
-                args.out, f"{kind}-{width}", model, options, args.steps, kind, width, base.optimizer.learning_rate
-            )
+            yield _point(args.out, f"{kind}-{width}", model, options, columns)
             for rate in args.transfer:
-                steps = args.transfer_steps
-                options = {"train.max_iters": steps, "optimizer.learning_rate": f"{rate:g}"}
-                yield _point(args.out, f"{kind}-{width}-lr-{rate:g}", model, options, steps, kind, width, rate)
+                options = {"train.max_iters": args.transfer_steps, "optimizer.learning_rate": f"{rate:g}"}
+                columns = {**columns, "learning_rate": rate}
+                yield _point(args.out, f"{kind}-{width}-lr-{rate:g}", model, options, columns)
 
 
-def _point(
-    out: Path, name: str, model: Sequence[str], options: dict[str, Any], steps: int, kind: str, width: int, rate: float
-) -> Point:
-    # A tenth of the steps, so that no large learning rate meets the initial weights; none for the coordinate check.
+def _point(out: Path, name: str, model: Sequence[str], options: Mapping[str, Any], columns: Mapping[str, Any]) -> Point:
+    """Return the point ``name`` with the overrides ``model`` and ``options``; ``columns`` are its own in points.csv."""
+    steps = options["train.max_iters"]
+    # A warm-up of a tenth of the steps keeps large learning rates from the initial weights. The coordinate check, which
+    # takes a few steps, has none.
     warmup = 0 if "hooks" in options else steps // 10
     more = {**FIXED, **options, "optimizer.warmup_iters": warmup}
     overrides = [*model, *(f"{key}={value}" for key, value in more.items())]
     compose(overrides, ranks=1)
-    columns = {"parametrization": kind, "width": width, "learning_rate": rate, "steps": steps}
-    return Point(name, out / "runs" / name, tuple(overrides), ("-n", "1"), columns)
+    return Point(name, out / "runs" / name, tuple(overrides), ("-n", "1"), {**columns, "steps": steps})
 
 
 def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
@@ -213,7 +212,7 @@ def write(folder: Path, rows: Sequence[Row], layers: Sequence[str], command: Seq
     if transfer:
         notes += ["", *_transfer(transfer)]
         figures["transfer"] = _draw_transfer(transfer)
-    return report.write(folder, "coord", text, heads, table, figures, notes, rows, command)
+    return Report("coord", text, heads, table, figures, notes).write(folder, rows, command)
 
 
 def slopes_of(rows: Sequence[Row], layers: Sequence[str]) -> Slopes:

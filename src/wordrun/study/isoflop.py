@@ -22,7 +22,7 @@ from wordrun.study.base import new_parser, parse_study, run_study
 from wordrun.study.fits import Optimum, PowerLaw, minimum, power_law
 from wordrun.study.placements import look
 from wordrun.study.points import DONE, Point, Points, number, positive_numbers
-from wordrun.study.report import Row
+from wordrun.study.report import Report, Row
 from wordrun.track import metrics_jsonl
 from wordrun.track.run_json import RunRecord
 from wordrun.train.options import accumulation
@@ -226,7 +226,7 @@ def write(folder: Path, rows: Sequence[Row], command: Sequence[str]) -> list[Pat
     if not laws:
         text.append("- no power law: it needs the minima of at least two budgets")
     table, figures = [_values(each) for each in found], {"isoflop": _draw(found, laws.get("n"))}
-    return report.write(folder, "isoflop", text, HEADS, table, figures, [NOTES], rows, command)
+    return Report("isoflop", text, HEADS, table, figures, [NOTES]).write(folder, rows, command)
 
 
 def budgets(rows: Sequence[Row]) -> list[Budget]:

@@ -6,6 +6,7 @@ import csv
 import io
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +17,56 @@ from wordrun.study.points import DONE, cell
 Row = Mapping[str, str]
 
 
-def write(
-    folder: Path,
-    name: str,
-    text: Sequence[str],
-    heads: Mapping[str, str],
-    table: Sequence[Mapping[str, Any]],
-    figures: Mapping[str, Any],
-    notes: Sequence[str],
-    points: Sequence[Row],
-    command: Sequence[str],
-) -> list[Path]:
-    """Write NAME.csv, a PNG for each figure, and report.md; return their paths.
+@dataclass(frozen=True)
+class Report:
+    """The results of a study."""
 
-    Args:
-        folder: the study's folder.
-        name: of the CSV file.
-        text: lines about what was run, and the result.
-        heads: the columns' names in the CSV file, with those in the report.
-        table: rows of values by column.
-        figures: matplotlib's, by name.
-        notes: lines below the table and the figures.
-        points: the rows of points.csv.
-        command: the study's command line.
+    name: str
+    """Of the CSV file."""
+    text: Sequence[str]
+    """Lines about what was run, and the result."""
+    heads: Mapping[str, str]
+    """The columns' names in the CSV file, each with its name in report.md."""
+    table: Sequence[Mapping[str, Any]]
+    """Rows of values by column."""
+    figures: Mapping[str, Any]
+    """Matplotlib figures by name."""
+    notes: Sequence[str]
+    """Lines below the table and the figures."""
 
-    Raises:
-        UserError: a file cannot be written.
-    """
-    cells = [[shown(row[column]) for column in heads] for row in table]
-    lines = [*text, "", markdown([*heads.values()], cells), ""]
-    lines += [f"![{each}]({each}.png)\n" for each in figures]
-    lines += [*notes, ""]
-    done = [row for row in points if row["state"] == DONE]
+    def write(self, folder: Path, points: Sequence[Row], command: Sequence[str]) -> list[Path]:
+        """Write NAME.csv, a PNG for each figure, and report.md into ``folder``; return their paths.
+
+        Args:
+            folder: the study's folder.
+            points: the rows of points.csv.
+            command: the study's command line.
+
+        Raises:
+            UserError: a file cannot be written.
+        """
+        page, table = folder / "report.md", folder / f"{self.name}.csv"
+        paths = {folder / f"{name}.png": figure for name, figure in self.figures.items()}
+        try:
+            files.replace(table, _csv(self.heads, self.table))
+            for path, figure in paths.items():
+                figure.savefig(path)
+            files.replace(page, "\n".join([*self._results(), *_conditions(points, command)]))
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {folder}: {error.strerror}; start the study again to write its report"
+            ) from None
+        return [page, table, *paths]
+
+    def _results(self) -> list[str]:
+        cells = [[shown(row[column]) for column in self.heads] for row in self.table]
+        images = [f"![{name}]({name}.png)\n" for name in self.figures]
+        return [*self.text, "", markdown([*self.heads.values()], cells), "", *images, *self.notes, ""]
+
+
+def _conditions(points: Sequence[Row], command: Sequence[str]) -> list[str]:
+    """Return the lines of report.md about the points without a result, and about where and when the others ran."""
+    lines, done = list[str](), [row for row in points if row["state"] == DONE]
     if others := [[row["point"], row["state"], row["reason"]] for row in points if row["state"] != DONE]:
         lines += ["## Points without a result", "", markdown(("point", "state", "reason"), others), ""]
     lines += ["## Conditions", ""]
@@ -55,18 +74,12 @@ def write(
         if values := list(dict.fromkeys(row[column] for row in done if row.get(column))):
             lines.append(f"- {column.replace('_', ' ')}: {', '.join(values)}")
     lines.append(f"- measured: {min(row['started'] for row in done)} to {max(row['started'] for row in done)}")
-    lines += [f"- command: `{shlex.join(command)}`", f"- options of {done[0]['point']}: `{done[0]['overrides']}`", ""]
-    report, paths = folder / "report.md", {folder / f"{each}.png": figure for each, figure in figures.items()}
-    try:
-        files.replace(folder / f"{name}.csv", _csv(heads, table))
-        for path, figure in paths.items():
-            figure.savefig(path)
-        files.replace(report, "\n".join(lines))
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}; start the study again to write its report"
-        ) from None
-    return [report, folder / f"{name}.csv", *paths]
+    return [
+        *lines,
+        f"- command: `{shlex.join(command)}`",
+        f"- options of {done[0]['point']}: `{done[0]['overrides']}`",
+        "",
+    ]
 
 
 def _csv(heads: Mapping[str, str], table: Sequence[Mapping[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from wordrun.study import report
 from wordrun.study.base import new_parser, parse_study, run_study
 from wordrun.study.placements import look
 from wordrun.study.points import DONE, Point, Points, number
-from wordrun.study.report import Row
+from wordrun.study.report import Report, Row
 from wordrun.track import metrics_jsonl
 from wordrun.track.run_json import RunRecord
 
@@ -236,7 +236,7 @@ def write(folder: Path, rows: Sequence[Row], args: argparse.Namespace, command: 
     notes = [NOTES.format(steps=args.steps, measurements=measurements, least=least)]
     heads = {"backend": "backend", unit: unit, **HEADS}
     figures = {"scaling": _figure(table, unit, base)}
-    return report.write(folder, "scaling", text, heads, table, figures, notes, rows, command)
+    return Report("scaling", text, heads, table, figures, notes).write(folder, rows, command)
 
 
 def _results(row: Row, base: Row, unit: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from wordrun.data.pairs import READ
 from wordrun.data.prepare.obtain import obtain
 from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
-from wordrun.data.validation_set import ValidationSet
+from wordrun.data.validation_set import ValidationPairs, ValidationSequences, ValidationTokens
 from wordrun.dist.mesh import Layout
 from wordrun.model import lora, lora_base, pretrained
 from wordrun.model.base import Model
@@ -194,22 +194,16 @@ class LanguageTask(Task):
         size, prefetch = self.cfg.model.batch_size, self.cfg.data.prefetch
         return Loader(self.sequences, size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
-    def validation_set(self, count: int | None) -> ValidationSet:
+    def validation_set(self, count: int | None) -> ValidationSequences:
         """Return this rank's share of ``count`` validation sequences (None: all)."""
-        parts = [(len(part.val), part.fraction) for part in self.corpus.mix]
         model, val = self.cfg.text_model, self.corpus.val
-        rows = pairs_of_run(self.cfg, self.corpus, val) if self.cfg.data.kind == "pairs" else None
-        return ValidationSet(
-            val,
-            model.block_size,
-            model.batch_size,
-            count,
-            self.dp_rank,
-            self.layout.dp,
-            self.sequences.document,
-            parts,
-            rows,
+        shares = [(len(each.val), each.fraction) for each in self.corpus.mix]
+        data = (
+            ValidationPairs(pairs_of_run(self.cfg, self.corpus, val))
+            if self.cfg.data.kind == "pairs"
+            else ValidationTokens(val, model.block_size, self.sequences.document, shares)
         )
+        return ValidationSequences(data, model.batch_size, count, self.dp_rank, self.layout.dp)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the perplexity."""
