@@ -129,7 +129,7 @@ from torch import Tensor
 from wordrun.config import ImagesConfig
 from wordrun.data.examples import ExampleOrder, FixedExamples
 from wordrun.data.loader import Loader
-from wordrun.data.tensor_batch import TensorBatch
+from wordrun.data.batch import TensorBatch
 from wordrun.train.examples import ExamplesTask
 
 

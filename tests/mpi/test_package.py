@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,7 +12,7 @@ import pytest
 
 from wordrun.commands.prepare import main
 from wordrun.data.prepare.sources.sample import sample_text
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 
 pytestmark = pytest.mark.forked_programs
 

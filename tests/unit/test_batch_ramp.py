@@ -14,7 +14,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.rules import check
 from wordrun.data.loader import Loader
 from wordrun.data.order import Sequences
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.train.options import accumulation
 
 RAMP = [

@@ -30,7 +30,7 @@ from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.registry import parts
 from wordrun.config.schema import from_plain, to_plain
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.train import rng
 from wordrun.train.hooks import standard
 from wordrun.train.hooks.base import Hook

@@ -26,7 +26,7 @@ from wordrun.config.registry import backends, documentation
 from wordrun.data.options import TextConfig
 from wordrun.model.options import GPTConfig
 from wordrun.track.base import LEGEND
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.track.options import WandbConfig
 from wordrun.train.optim.options import AdamWConfig
 from wordrun.train.options import TrainConfig

@@ -21,7 +21,7 @@ from wordrun.checkpoint import folder as folders
 from wordrun.checkpoint.load import find
 from wordrun.commands.export import ExportConfig, export
 from wordrun.common.errors import ConfigError, UserError
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.train.hooks.base import Hook, HookError, HookSet
 from wordrun.train.hooks.ema import EMA
 from wordrun.train.hooks.lr_range import LRRange, steepest

@@ -19,10 +19,10 @@ import wordrun
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config
+from wordrun.data.batch import TensorBatch
 from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits, preserved
 from wordrun.data.loader import Loader
 from wordrun.data.options import DataConfig
-from wordrun.data.tensor_batch import TensorBatch
 from wordrun.model.options import ModelConfig
 
 WHAT = "training split of data=waves"

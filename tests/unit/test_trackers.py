@@ -19,7 +19,7 @@ import wordrun
 from wordrun.common.errors import UserError
 from wordrun.config.registry import Part, parts
 from wordrun.track.base import Tracker
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.track.options import TrackerConfig
 
 Words = Callable[..., list[str]]

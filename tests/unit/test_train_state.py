@@ -17,7 +17,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import from_plain, to_plain
 from wordrun.track.base import Tracker
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.track.options import TrackerConfig
 from wordrun.train.hooks.early_stop import EarlyStop
 from wordrun.train.hooks.options import EarlyStopConfig

@@ -36,7 +36,7 @@ from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.tokenizers.subword import GPT2_URLS, _cached_name
 from wordrun.dist import torch_private
 from wordrun.track import metrics_jsonl
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.track.plots import draw, smooth
 from wordrun.train.hooks import standard
 from wordrun.train.hooks.base import Hook

@@ -19,7 +19,7 @@ import wandb
 
 import wordrun
 from wordrun.common.errors import UserError
-from wordrun.track.jsonl import read
+from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.track.options import WandbConfig
 from wordrun.track.wandb import choose_mode
 from wordrun.train.hooks.base import Hook, Training

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -293,27 +294,26 @@ def as_yaml(cfg: Config) -> str:
 
 SCHEMA = "schema"
 """The folder of the dataclasses."""
-_problems: list[str] | None = None
-"""What is wrong with the parts read so far; None: the first problem is raised."""
+_problems: ContextVar[list[str] | None] = ContextVar("problems", default=None)
+"""What is wrong with the parts that Hydra has read within ``all_problems``; None: outside of it."""
 
 
 @contextlib.contextmanager
 def all_problems() -> Iterator[None]:
-    """Within the ``with`` block, in which configs are composed, collect what is wrong with all of their parts.
+    """Collect what is wrong with the parts of the configs that are composed within the ``with`` block.
 
     Raises:
         ConfigError: there are problems; the message names all of them.
     """
-    global _problems
-    outer, found = _problems, list[str]()
-    _problems = found
+    found = list[str]()
+    outside = _problems.set(found)
     try:
         yield
     except Exception:
         if not found:  # else whatever Hydra says follows from them
             raise
     finally:
-        _problems = outer
+        _problems.reset(outside)
     if found:
         raise ConfigError("\n".join(dict.fromkeys(found)))
 
@@ -351,9 +351,9 @@ class PartSource(ConfigSource):
         try:
             content = _schema(part) if folders else OmegaConf.create(_option(group, name, part))
         except ConfigError as error:
-            if _problems is None:
+            if (found := _problems.get()) is None:
                 raise
-            _problems.append(str(error))
+            found.append(str(error))
             content = OmegaConf.create()
         return ConfigResult(provider=self.provider, path=self.full_path(), config=content, header={"package": None})
 

@@ -18,6 +18,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -136,8 +137,8 @@ class Part:
 _parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
 _registered: set[str] = set()
 """The modules whose parts are registered."""
-_problems: list[str] | None = None
-"""What is wrong with the parts of the module that is being imported; None: none is."""
+_mistakes: ContextVar[list[str] | None] = ContextVar("mistakes", default=None)
+"""What is wrong with the parts of the module that ``_import_parts`` is importing; None: it is importing none."""
 
 
 def register(kind: str, name: str, options: type[Any] | str, implementation: Any) -> None:
@@ -160,10 +161,10 @@ def register(kind: str, name: str, options: type[Any] | str, implementation: Any
     problem = _problem_with(part)
     if not problem:
         _parts[kind][name.lower()] = part
-    elif _problems is None:
+    elif (mistakes := _mistakes.get()) is None:
         raise ConfigError(problem)
     else:
-        _problems.append(problem)
+        mistakes.append(problem)
 
 
 def _problem_with(part: Part) -> str:
@@ -223,15 +224,15 @@ def _import_parts(module: str, whose: str) -> None:
     Raises:
         ConfigError: it cannot be imported, or registers parts with mistakes; the message names all of them.
     """
-    global _problems
-    outer, _problems = _problems, []
+    mistakes = list[str]()
+    outside = _mistakes.set(mistakes)
     try:
         import_named(module, whose)
-        if _problems:
-            file = sys.modules.pop(module).__file__  # it registers them again when it is imported again
-            raise ConfigError("\n".join(f"{file}: {problem}" for problem in _problems))
     finally:
-        _problems = outer
+        _mistakes.reset(outside)
+    if mistakes:
+        file = sys.modules.pop(module).__file__  # so that the next import registers the parts again
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in mistakes))
 
 
 def backends() -> list[str]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part
+from wordrun.data.batch import TensorBatch
 from wordrun.data.order import Permutation
-from wordrun.data.tensor_batch import TensorBatch
 from wordrun.data.validation_set import deal
 
 Augment = Callable[[Any, np.random.Generator], Any]

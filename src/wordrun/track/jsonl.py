@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,26 +74,6 @@ class JsonlTracker(Tracker):
 def finite(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return ``metrics`` with None in place of NaN and the infinities, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-
-
-def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl."""
-    return list(each_line(run_dir))
-
-
-def each_line(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl; ``wordrun.track.metrics_jsonl`` has them as columns."""
-    with (run_dir / METRICS).open("rb") as file:
-        yield from (line for text in file if (line := parsed(text)) is not None)
-
-
-def between(run_dir: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of numbers of the steps after ``after`` up to ``last``; others may be appended meanwhile."""
-    for line in each_line(run_dir):
-        if line["step"] > last:
-            return
-        if line["step"] > after and not any(isinstance(each, list) for each in line.values()):
-            yield line
 
 
 def copy_until(source: Path, target: Path, step: int, written: int = 0) -> int:

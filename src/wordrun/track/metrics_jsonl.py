@@ -1,10 +1,11 @@
-"""metrics.jsonl as columns, which take 8 bytes a number: a run of 10^6 lines can be drawn."""
+"""Reads metrics.jsonl: line by line, or as columns of 8 bytes a number, so that a run of 10^6 lines can be drawn."""
 
 from __future__ import annotations
 
 import json
 import math
 from array import array
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,29 @@ def parsed(text: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and type(line.get("step")) is int and 0 <= line["step"] < LARGE else None
+
+
+def each_line(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl, without those that are broken."""
+    with (run_dir / METRICS).open("rb") as file:
+        yield from (line for text in file if (line := parsed(text)) is not None)
+
+
+def read_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, without those that are broken."""
+    return list(each_line(run_dir))
+
+
+def between(run_dir: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the steps after ``after`` up to ``last``, except for lines with lists.
+
+    Another thread may append lines meanwhile.
+    """
+    for line in each_line(run_dir):
+        if line["step"] > last:
+            return
+        if line["step"] > after and not any(isinstance(each, list) for each in line.values()):
+            yield line
 
 
 class Table:

@@ -21,7 +21,7 @@ from wordrun.common.errors import UserError, first_line, nearest
 from wordrun.common.log import LOGGER
 from wordrun.config.schema import as_dict
 from wordrun.track.base import BackgroundTracker, RunInfo
-from wordrun.track.jsonl import between
+from wordrun.track.metrics_jsonl import between
 from wordrun.track.options import WandbConfig
 from wordrun.track.run_json import read as read_record
 from wordrun.track.run_state import NO_REASON

@@ -13,9 +13,9 @@ from wordrun.common.errors import UserError
 from wordrun.common.log import LOGGER
 from wordrun.config.registry import part_of
 from wordrun.config.schema import Config
+from wordrun.data.batch import TensorBatch
 from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
 from wordrun.data.loader import Loader
-from wordrun.data.tensor_batch import TensorBatch
 from wordrun.dist.mesh import Layout
 from wordrun.model.base import Model
 from wordrun.model.construction import new_model
@@ -115,7 +115,7 @@ def open_in_turn(cfg: Config, world: dist.World) -> Splits:
             if not issubclass(found.batch, TensorBatch) or not fields(found.batch):
                 raise UserError(
                     f"{part}: Splits(batch={found.batch.__name__}) should be a dataclass derived from "
-                    "wordrun.data.tensor_batch.TensorBatch, with a field for each value of an example"
+                    "wordrun.data.batch.TensorBatch, with a field for each value of an example"
                 )
         dist.broadcast(None, world)
     assert found is not None

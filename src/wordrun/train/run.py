@@ -27,8 +27,8 @@ from wordrun.config.compose import as_yaml
 from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.track.base import RunInfo, Tracker, build
-from wordrun.track.jsonl import between, copy_until, finite, forget_steps
-from wordrun.track.metrics_jsonl import read
+from wordrun.track.jsonl import copy_until, finite, forget_steps
+from wordrun.track.metrics_jsonl import between, read
 from wordrun.track.report import page
 from wordrun.track.run_json import KINDS, read as read_record, typed
 from wordrun.train.provenance import commits, versions
