@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from wordrun.data.corpus import open_prepared
 from wordrun.data.loader import Loader
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.options import TextConfig
 from wordrun.data.order import Sequences
 from wordrun.data.prepare import run, tokenize, writer
 from wordrun.data.prepare.sources import locate
+from wordrun.data.prepared import open_prepared
 from wordrun.data.shards import Tokens, examine
 from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.char import ByteTokenizer

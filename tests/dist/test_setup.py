@@ -145,7 +145,7 @@ VOCABULARY = """
 import os
 from wordrun import dist
 from wordrun.config import TextConfig, GPT2TokenizerConfig
-from wordrun.data.corpus import open_foreign
+from wordrun.data.foreign import open_foreign
 
 with dist.session(device="cpu") as world:
     os.environ["TIKTOKEN_CACHE_DIR"] = f"cache-{world.rank}"

@@ -20,13 +20,13 @@ from hypothesis import given, settings, strategies as st
 
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.schema import Config
-from wordrun.data.corpus import Opened
+from wordrun.data.corpus import corpus_of_run
 from wordrun.data.options import TextConfig
 from wordrun.data.order import Permutation, Sequences
-from wordrun.data.prepare.obtain import obtain
 from wordrun.data.prepare.sources import locate
 from wordrun.data.prepare.sources.base import Source
 from wordrun.data.prepare.sources.sample import sample_text
+from wordrun.data.prepared import Opened
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.validation_set import ValidationSequences, ValidationTokens
 from wordrun.dist import World
@@ -360,7 +360,7 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def in_memory(path: Path) -> Opened:
     """Return what a run reads of a small text in characters."""
-    corpus = obtain(Config(data=TextConfig("text", path=str(path))), World())
+    corpus = corpus_of_run(Config(data=TextConfig("text", path=str(path))), World())
     return corpus.tokenizer, corpus.train, corpus.val
 
 

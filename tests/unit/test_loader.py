@@ -21,11 +21,11 @@ import wordrun
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.data import manifest as manifests
 from wordrun.data.batch import Batch
+from wordrun.data.corpus import corpus_of_run
 from wordrun.data.loader import Loader
 from wordrun.data.options import MIX_PERIOD, TextConfig
 from wordrun.data.order import Mix, Permutation, Sequences, order_of_run
 from wordrun.data.prepare import node_copy, run, writer
-from wordrun.data.prepare.obtain import obtain
 from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import Tokens, examine
 from wordrun.data.tokenizers.options import ByteTokenizerConfig
@@ -223,7 +223,7 @@ def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
     data = TextConfig("cats", path=str(tmp_path / "a.txt"), prepared=str(folder))
     run.execute(run.begin(locate(data), ByteTokenizerConfig(), folder), World())
     words = ["data=mix", f"data.mix={{sample: 3, {folder}: 1}}", "tokenizer=byte", "model.block_size=16"]
-    found = obtain(wordrun.compose(words), World())
+    found = corpus_of_run(wordrun.compose(words), World())
     assert [round(part.fraction, 2) for part in found.mix] == [0.75, 0.25]
     assert len(found.train) == sum(len(part.train) for part in found.mix)
     assert len(found.val) == sum(len(part.val) for part in found.mix)
@@ -240,7 +240,7 @@ def test_a_run_can_train_on_a_mix(tmp_path: Path) -> None:
 )
 def test_a_mix_that_cannot_be_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        obtain(wordrun.compose(["data=mix", *words]), World())
+        corpus_of_run(wordrun.compose(["data=mix", *words]), World())
 
 
 # Documents
@@ -266,7 +266,7 @@ def test_sequences_can_begin_where_documents_do() -> None:
 def test_alignment_needs_an_end_of_text_token() -> None:
     cfg = wordrun.compose(["data=sample", "data.align=true"])
     with pytest.raises(ConfigError, match=r"data\.align=true .* tokenizer=char does not have"):
-        order_of_run(cfg, obtain(cfg, World()))
+        order_of_run(cfg, corpus_of_run(cfg, World()))
 
 
 # Staging
@@ -338,7 +338,7 @@ def test_a_stage_without_room_or_rights_is_one_message(
 
 def test_a_run_reads_what_was_staged(prepared: Path, tmp_path: Path) -> None:
     words = ["data=shards", f"data.path={prepared}", "tokenizer=byte", f"data.stage={tmp_path / 'stage'}"]
-    found = obtain(wordrun.compose(words), World())
+    found = corpus_of_run(wordrun.compose(words), World())
     assert isinstance(found.train, Tokens)
     assert all(Path(shard.path).is_relative_to(tmp_path / "stage") for shard in found.train.shards)
     whole = manifests.split(prepared, manifests.load(prepared), "train")

@@ -16,11 +16,10 @@ from wordrun import Trainer, compose, dist
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
-from wordrun.data.corpus import Corpus
+from wordrun.data.corpus import Corpus, corpus_of_run
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import IGNORED
-from wordrun.data.prepare.obtain import obtain
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences
 from wordrun.model.construction import build
 from wordrun.train import language
@@ -41,7 +40,7 @@ def write_pairs(count: int = 40) -> list[tuple[str, str]]:
 
 def corpus_of(*words: str) -> tuple[Config, Corpus]:
     cfg = compose([*WORDS, *words])
-    return cfg, obtain(cfg, dist.World())
+    return cfg, corpus_of_run(cfg, dist.World())
 
 
 def decode(batch: Batch, row: int) -> list[tuple[str, str]]:
@@ -200,6 +199,6 @@ def test_shards_of_pairs_are_not_read_as_text(tmp_path: Path) -> None:
     made = f"{tmp_path}/made"
     for words in (["data=shards", f"data.path={made}"], ["data=text", "data.path=a", f"data.prepared={made}"]):
         with pytest.raises(ConfigError, match=r"prepared with data\.kind"):
-            obtain(compose([*words, "tokenizer=byte"]), dist.World())
+            corpus_of_run(compose([*words, "tokenizer=byte"]), dist.World())
     with pytest.raises(ConfigError, match=r"prepared with data\.template"):
         corpus_of(f"data.prepared={tmp_path}/made", "data.template='{prompt} {answer}'")

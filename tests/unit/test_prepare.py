@@ -31,15 +31,16 @@ from wordrun.common.errors import ConfigError, PartError, UserError
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config
 from wordrun.data import manifest as manifests, shards
-from wordrun.data.corpus import open_prepared, open_text
+from wordrun.data.corpus import corpus_of_run, open_text
 from wordrun.data.options import TextConfig
-from wordrun.data.prepare import fingerprint, lock, obtain, run, tokenize, workers
+from wordrun.data.prepare import fingerprint, lock, run, tokenize, workers
 from wordrun.data.prepare.sources import locate
 from wordrun.data.prepare.sources.base import Source, WorkItem
 from wordrun.data.prepare.sources.download import DownloadSource
 from wordrun.data.prepare.sources.files import FileSource
 from wordrun.data.prepare.sources.sample import sample_text
 from wordrun.data.prepare.writer import SplitWriter
+from wordrun.data.prepared import open_prepared
 from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.data.tokenizers.options import (
     BPETokenizerConfig,
@@ -332,7 +333,7 @@ def test_ranks_that_find_nothing_prepared_have_one_of_them_prepare(
     found: list[int] = []
     worlds = [World(0, 3, 0, 2, 0, 2), World(1, 3, 1, 2, 0, 2), World(2, 3, 0, 1, 1, 2)]
     threads = [
-        threading.Thread(target=lambda world: found.append(len(obtain.obtain(cfg, world).train)), args=(world,))
+        threading.Thread(target=lambda world: found.append(len(corpus_of_run(cfg, world).train)), args=(world,))
         for world in worlds
     ]
     with caplog.at_level("INFO", logger="wordrun"):
@@ -351,7 +352,7 @@ def test_a_run_does_not_prepare_a_large_source(tmp_path: Path) -> None:
     large.touch()
     os.truncate(large, 2**30 + 1)
     with pytest.raises(UserError, match=r"not prepared .* and it is large .*launch wordrun prepare data=text"):
-        obtain.obtain(config(large), World())
+        corpus_of_run(config(large), World())
 
 
 def test_a_run_finds_what_the_command_has_prepared(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,7 +360,7 @@ def test_a_run_finds_what_the_command_has_prepared(texts: Path, caplog: pytest.L
     for more, prepares in (((), False), (("data.val_fraction=0.2", "data.workers=1"), True)):
         caplog.clear()
         with caplog.at_level("INFO", logger="wordrun"):
-            assert len(obtain.obtain(config(texts, *more), World()).train) > 100_000
+            assert len(corpus_of_run(config(texts, *more), World()).train) > 100_000
         assert ("preparing data=text in" in caplog.text) == prepares
         assert ("using prepared data in" in caplog.text) != prepares
 
@@ -374,7 +375,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(
     with pytest.raises(
         UserError, match=r"cannot write prepared data to .*file.* Choose another folder with data\.prepared"
     ):
-        obtain.obtain(config(texts, *words), World())
+        corpus_of_run(config(texts, *words), World())
 
 
 def test_too_little_for_both_splits_is_refused(tmp_path: Path) -> None:
@@ -418,9 +419,9 @@ def test_a_file_that_cannot_be_used_is_left_out(tmp_path: Path, capfd: pytest.Ca
     assert main(words) == 0
     assert capfd.readouterr().out.count(line) == 1
     cfg = config(folder)
-    first = len(obtain.obtain(cfg, World()).train)
+    first = len(corpus_of_run(cfg, World()).train)
     (folder / "b.txt").write_text(sample_text()[:3000])  # now there is something in it
-    assert len(obtain.obtain(cfg, World()).train) > 1.8 * first
+    assert len(corpus_of_run(cfg, World()).train) > 1.8 * first
 
 
 def test_every_run_names_what_was_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -428,7 +429,7 @@ def test_every_run_names_what_was_left_out(tmp_path: Path, caplog: pytest.LogCap
     cfg = config(tmp_path / "in")
     for _ in range(2):  # the second time, it is prepared
         caplog.clear()
-        assert len(obtain.obtain(cfg, World()).train) == pytest.approx(5400, rel=0.01)
+        assert len(corpus_of_run(cfg, World()).train) == pytest.approx(5400, rel=0.01)
         (found,) = [r.message for r in caplog.records if "left out" in r.message]
         path = tmp_path / "in"
         assert found == (
@@ -447,10 +448,10 @@ def test_strict_refuses_what_would_be_left_out(tmp_path: Path) -> None:
     good_and_bad(tmp_path / "in")
     strict = config(tmp_path / "in", "data.strict=true")
     with pytest.raises(ConfigError, match=r"data\.strict=true, but files cannot be used: .*a\.jsonl\.gz \(damaged\)"):
-        obtain.obtain(strict, World())
-    obtain.obtain(config(tmp_path / "in"), World())
+        corpus_of_run(strict, World())
+    corpus_of_run(config(tmp_path / "in"), World())
     with pytest.raises(ConfigError, match=r"data\.strict=true"):  # although it is prepared
-        obtain.obtain(strict, World())
+        corpus_of_run(strict, World())
     with pytest.raises(SystemExit) as caught:
         main(["data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte", "data.strict=true"])
     assert caught.value.code == 2
@@ -541,7 +542,7 @@ def test_foreign_shards_are_rewritten(tmp_path: Path) -> None:
     assert (manifest.tokens("train"), manifest.tokens("val")) == (585, 65)
     assert manifest.documents("train") == 90
     cfg = wordrun.compose([*words, "model.block_size=16", f"data.stage={tmp_path / 'stage'}"])
-    found = obtain.obtain(cfg, World())
+    found = corpus_of_run(cfg, World())
     assert np.concatenate([found.train[:], found.val[:]]).tolist() == tokens.tolist()
 
 
@@ -659,10 +660,10 @@ def test_a_script_without_a_main_guard_can_prepare(by: str, texts: Path, tmp_pat
     script = f"""
 import wordrun
 from wordrun.dist import World
-from wordrun.data.prepare.obtain import obtain
+from wordrun.data.corpus import corpus_of_run
 print("once")
 cfg = wordrun.compose(["data=text", "data.path={texts}", "tokenizer=byte", "data.prepared={tmp_path / "out"}"])
-obtain(cfg, World())
+corpus_of_run(cfg, World())
 """
     (tmp_path / "script.py").write_text(script)
     command, text = ([str(tmp_path / "script.py")], None) if by == "file" else (["-"], script)
@@ -730,7 +731,7 @@ class Broken(Numerals):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(parts("data"), "numerals", Part(TextConfig, "numerals:Numerals"))
     words = ["data=text", "data.kind=numerals", "data.workers=2", "tokenizer=byte", "model.block_size=16"]
-    corpus = obtain.obtain(wordrun.compose(words), World())
+    corpus = corpus_of_run(wordrun.compose(words), World())
     expected = [f"{item}{n}" for item in range(3) for n in range(9)]
     assert corpus.tokenizer.decode(corpus.train[:]).split("<|endoftext|>")[1:] == expected
     assert corpus.origin == "numerals"
@@ -738,7 +739,7 @@ class Broken(Numerals):
     monkeypatch.setitem(parts("data"), "broken", broken)
     message = r"data=broken \(mine/parts.py:3\): Broken failed in line 24: KeyError: 'the eleventh' \(numerals.py\)"
     with pytest.raises(PartError, match=message):  # in a worker
-        obtain.obtain(wordrun.compose([*words, "data.kind=broken", "data.workers=1"]), World())
+        corpus_of_run(wordrun.compose([*words, "data.kind=broken", "data.workers=1"]), World())
     for kind, counted in (("numerals", []), ("broken", ["data"])):  # the code of a part of wordrun does not count
         assert list(fingerprint.code_of(wordrun.compose([*words, f"data.kind={kind}"]).text, BYTE)) == counted
 
@@ -795,7 +796,7 @@ def test_a_tokenizer_of_another_package_can_be_built_from_the_text(
         data = TextConfig("mine", path=str(path), prepared=str(tmp_path / path.name))
         source = locate(data)
         expected = {each for item in source.items() for document in source.documents(item) for each in document.text}
-        corpus = obtain.obtain(replace(Config(), data=data, tokenizer=part.options()), World())
+        corpus = corpus_of_run(replace(Config(), data=data, tokenizer=part.options()), World())
         assert set(json.loads(corpus.tokenizer.to_json())["characters"]) == expected
         assert corpus.tokenizer.decode(corpus.train[:20]) == next(source.documents(source.items()[0])).text[:20]
 
@@ -806,7 +807,7 @@ def test_a_tokenizer_that_does_not_say_what_it_is_built_from_is_refused(
     data = TextConfig("mine", path=str(texts / "a.txt"), prepared=str(tmp_path / "out"))
     message = r"tokenizer=seen \(mine/parts.py:3\): build reads texts, but SeenConfig has no built_from: add built_from"
     with pytest.raises(ConfigError, match=message):
-        obtain.obtain(replace(Config(), data=data, tokenizer=seen("").options()), World())
+        corpus_of_run(replace(Config(), data=data, tokenizer=seen("").options()), World())
     (problem,) = seen("built_from = 'samples'").options().problems()
     assert problem.startswith("SeenConfig.built_from='samples' should be 'sample' (texts of the data), 'characters'")
     assert problem.endswith("; did you mean 'sample'?")
@@ -820,7 +821,7 @@ def test_data_are_prepared_again_when_the_code_of_a_tokenizer_changes(
     def logged(part: Part, data: TextConfig) -> list[str]:
         caplog.clear()
         with caplog.at_level("INFO", logger="wordrun"):
-            obtain.obtain(replace(Config(), data=data, tokenizer=part.options()), World())
+            corpus_of_run(replace(Config(), data=data, tokenizer=part.options()), World())
         return [line for line in caplog.messages if "prepar" in line and not line.startswith("prepared data=")]
 
     before, after = "built_from = 'sample'", "built_from = 'sample'  # with END"

@@ -18,10 +18,11 @@ from hypothesis import given, settings, strategies as st
 
 from wordrun.common.errors import ConfigError
 from wordrun.data import manifest as manifests, shards
-from wordrun.data.corpus import open_foreign, open_prepared
+from wordrun.data.foreign import open_foreign
 from wordrun.data.manifest import Entry, Manifest
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare import writer
+from wordrun.data.prepared import open_prepared
 from wordrun.data.shards import Shard, Tokens, examine
 from wordrun.data.tokenizers.char import ByteTokenizer
 from wordrun.data.tokenizers.options import ByteTokenizerConfig, CharTokenizerConfig

@@ -18,7 +18,7 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.log import LOGGER
 from wordrun.config.compose import compose
 from wordrun.config.schema import Config
-from wordrun.data import corpus, manifest
+from wordrun.data import manifest, prepared
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare import fingerprint, lock, run, writer
 from wordrun.data.prepare.sources import locate
@@ -99,7 +99,7 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
     folder = fingerprint.folder_of(source, cfg.tokenizer)
     if manifest.is_complete(folder):
         if cfg.data.prepared:
-            corpus.compare(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
+            prepared.compare(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
             fingerprint.warn_of_other_code(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
         if cfg.data.strict:
             manifest.check_left_out(manifest.load(folder).left_out, cfg.data)

@@ -1,41 +1,47 @@
-"""Opens the corpus of a run: folders of shards, either ours with a manifest or from other projects."""
+"""The corpus of a run, from ``cfg.data``: a small text in memory, tokens of other projects, or shards.
+
+Shards are prepared first if necessary, and copied to each node if data.stage is set.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from wordrun import dist
-from wordrun.common import files
-from wordrun.common.errors import ConfigError
-from wordrun.data import manifest as manifests, shards
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.log import LOGGER
+from wordrun.config.compose import compose
+from wordrun.config.schema import Config
+from wordrun.data import shards
+from wordrun.data.foreign import open_foreign
+from wordrun.data.manifest import is_complete, load
 from wordrun.data.options import TextConfig
+from wordrun.data.prepare import fingerprint, lock, node_copy, run
+from wordrun.data.prepare.sources import locate
+from wordrun.data.prepare.sources.base import Source, WorkItem
+from wordrun.data.prepared import Opened, open_prepared
+from wordrun.data.shards import Tokens
 from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
-from wordrun.data.tokenizers.options import GPT2TokenizerConfig, TokenizerConfig
-from wordrun.data.tokenizers.subword import gpt2_if_present
+from wordrun.data.tokenizers.options import TokenizerConfig
 
-EXAMINED = 2**20
-"""Number of tokens to check against the vocabulary at each end of shards without a manifest."""
-COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
-"""Options that must match the ones data.prepared was made with."""
-COMPARED_PAIRS = ("prompt_key", "answer_key", "template")
-"""More of them for prompts and answers."""
+IN_MEMORY = 2**26
+"""Maximum size in bytes of a text that tokenizer=char encodes on every rank, in a second, without preparation."""
+AUTO_PREPARE = 2**30
+"""Maximum size in bytes of a source that a run prepares automatically; larger ones need ``wordrun prepare``."""
 
 
 @dataclass(frozen=True)
-class MixPart:
-    """One data set in a mix."""
+class MixedDataset:
+    """A data set in a mix."""
 
     train: shards.Tokens
     val: shards.Tokens
     fraction: float
-    """Fraction of the mix; those of all parts add up to 1."""
+    """Its fraction of the mix; the fractions of all data sets add up to 1."""
 
 
 @dataclass(frozen=True)
@@ -49,53 +55,156 @@ class Corpus:
     """Origin of the text, for the log and run.json."""
     banner: str | None = None
     """A warning to show with all results if this is not the requested text."""
-    mix: Sequence[MixPart] = ()
-    """The parts of a mix; ``train`` and ``val`` concatenate their tokens."""
+    mix: Sequence[MixedDataset] = ()
+    """The data sets of a mix; ``train`` and ``val`` concatenate their tokens."""
 
 
-Opened = tuple[Tokenizer, shards.Array, shards.Array]
-"""The tokenizer, the training tokens and the validation tokens."""
-
-
-def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
-    """Return the contents of a folder with a manifest.
-
-    Args:
-        folder: the folder of shards.
-        data: the run's data options; a manifest that contradicts them is an error.
-        tokenizer: the run's tokenizer options, checked in the same way.
-        examine: compare every shard with the manifest now; one rank per node is enough.
+def corpus_of_run(cfg: Config, world: dist.World) -> Corpus:
+    """Return the corpus of a run; every rank must call this.
 
     Raises:
-        ConfigError: if a shard or a setting does not match; the message names it.
+        UserError: if it is missing, damaged, inconsistent with the options, or unprepared and too large.
     """
-    manifest = manifests.load(folder)
-    compare(folder, manifest, data, tokenizer)
-    manifests.check_left_out(manifest.left_out, data)
-    train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
-    return manifests.tokenizer(folder, manifest), train, val
+    if cfg.data.kind == "mix":
+        return _mix(cfg, world)
+    return _corpus_of(cfg.text, cfg.tokenizer, world)
 
 
-def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:
-    """Raise ConfigError if the folder was prepared with options that differ from the run's."""
-    made, theirs = manifest.settings, manifest.settings["tokenizer"]
-    wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
-    if data.kind == "pairs":
-        wanted |= {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED_PAIRS}
-    elif made["kind"] == "pairs":
-        wanted["data.kind"] = (data.kind, "pairs")
-    wanted["tokenizer"] = (tokenizer.name, theirs["name"])
-    if tokenizer.name == theirs["name"] and not (data.kind == "shards" or theirs.get("path")):
-        options = {name: value for name, value in asdict(tokenizer).items() if name != "path"}
-        wanted |= {f"tokenizer.{name}": (value, theirs.get(name)) for name, value in options.items()}
-    problems = [
-        f"{folder} was prepared with {key}={json.dumps(had)}, not {json.dumps(want)}: use {key}={had}, or prepare the "
-        "data in another folder"
-        for key, (want, had) in wanted.items()
-        if want != had
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+def _corpus_of(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World, *, in_memory: bool = True) -> Corpus:
+    """Return the corpus of one data set; ``in_memory=False`` always uses shards."""
+
+    def find() -> tuple[Source, WorkItem | None, Path]:
+        source = locate(data)
+        if in_memory and (text := _small_text(source, tokenizer)):
+            return source, text, Path()
+        return source, None, fingerprint.folder_of(source, tokenizer)
+
+    source, text, folder = dist.broadcast(find() if world.rank == 0 else None, world)
+    if text is not None:
+        documents = "".join(document.text for document in source.documents(text))
+        opened = open_text(documents, data.val_fraction, tokenizer)
+    elif source.is_tokens and not (data.prepared or data.stage):
+        opened = open_foreign(data, tokenizer, world)
+    else:
+        _prepare_once(source, tokenizer, folder, world)
+        if data.stage is not None:
+            folder = _copied(folder, data.stage, world)
+        opened = open_prepared(folder, data, tokenizer, examine=world.local_rank == 0)
+    return Corpus(*opened, source.origin, source.banner)
+
+
+def _small_text(source: Source, tokenizer: TokenizerConfig) -> WorkItem | None:
+    """Return the work item of a text too small to be worth preparing, else None."""
+    if tokenizer.built_from != "characters" or source.data.prepared or source.data.stage:
+        return None
+    text = source.single_text()
+    return text if text is not None and text.size <= IN_MEMORY else None
+
+
+def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, world: dist.World) -> None:
+    """Prepare ``folder`` in one process per file system, and return once it is complete."""
+    name = source.data.name
+    if source.is_tokens and not source.data.prepared and not is_complete(folder):
+        raise ConfigError(
+            f"data.stage={source.data.stage} needs checksums, but {folder} has no manifest.json: rewrite the shards "
+            f"with wordrun prepare data=shards data.path={folder} data.prepared=FOLDER, and train with the same "
+            "options"
+        )
+
+    def prepare() -> None:
+        size = source.size()
+        if size is None or size > AUTO_PREPARE:
+            how_large = "its size is known only to the hub" if size is None else f"it is large ({size / 2**30:.1f} GiB)"
+            raise UserError(
+                f"data={name} is not prepared with these options ({folder} is incomplete), and {how_large}. Prepare "
+                f"it first: launch wordrun prepare data={name}, with this run's options for data and tokenizer"
+            )
+        LOGGER.info("preparing data=%s in %s", name, folder)
+        log = _progress_log(f"preparing data={name}")
+        run.execute(run.begin(source, tokenizer, folder), dist.World(), lambda progress: log(progress.fraction))
+
+    if world.rank == 0 and is_complete(folder):
+        LOGGER.info("using prepared data in %s", folder)
+        fingerprint.warn_of_other_code(folder, load(folder), source.data, tokenizer)
+    lock.once_per_file_system(folder, world, lambda: is_complete(folder), prepare, f"data={name} to be prepared")
+
+
+def _copied(folder: Path, under: str, world: dist.World) -> Path:
+    """Copy ``folder`` to this node with one of its ranks, and return the copy."""
+    to = node_copy.target(folder, under)
+    lock.once_per_file_system(
+        to,
+        world,
+        lambda: node_copy.is_complete(folder, to),
+        lambda: node_copy.copy(folder, to, _progress_log(f"copying shards to data.stage={under}")),
+        f"the shards to be copied to data.stage={under}",
+    )
+    return to
+
+
+def _progress_log(what: str) -> Callable[[float], None]:
+    """Return a function that occasionally logs the completed share of ``what``."""
+    last = time.monotonic()
+
+    def log(share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > lock.LOG_S:
+            last = time.monotonic()
+            LOGGER.info("%s: %.0f %%", what, 100 * share)
+
+    return log
+
+
+def _mix(cfg: Config, world: dist.World) -> Corpus:
+    """Return the corpora of data.mix as one corpus."""
+    parts = dist.broadcast(_data_of_mix(cfg) if world.rank == 0 else None, world)
+    corpora = [_corpus_of(data, cfg.tokenizer, world, in_memory=False) for data in parts]
+    total = sum(cfg.text.mix.values())
+    mix, origins = [], []
+    for (name, weight), corpus in zip(cfg.text.mix.items(), corpora, strict=True):
+        if corpus.tokenizer.to_json() != corpora[0].tokenizer.to_json():
+            raise ConfigError(
+                f"data.mix: {name} has another tokenizer than {next(iter(cfg.text.mix))}: prepare all of them with the "
+                "same one, tokenizer=gpt2 or byte, or a trained one with tokenizer.path=FILE"
+            )
+        assert isinstance(corpus.train, Tokens)
+        assert isinstance(corpus.val, Tokens)
+        mix.append(MixedDataset(corpus.train, corpus.val, weight / total))
+        origins.append(f"{weight / total:.0%} {name} ({corpus.origin})")
+    return Corpus(
+        corpora[0].tokenizer,
+        Tokens([shard for each in mix for shard in each.train.shards]),
+        Tokens([shard for each in mix for shard in each.val.shards]),
+        f"mix of {', '.join(origins)}",
+        "\n".join(corpus.banner for corpus in corpora if corpus.banner) or None,
+        mix=mix,
+    )
+
+
+def _data_of_mix(cfg: Config) -> list[TextConfig]:
+    """Return the options of the data sets in data.mix.
+
+    Raises:
+        ConfigError: if one is unknown, or each would get a different tokenizer.
+    """
+    parts = []
+    for name in cfg.text.mix:
+        if (folder := Path(name).expanduser()).is_dir():
+            part = TextConfig(folder.name, "shards", path=name)
+        else:
+            try:
+                part = compose([f"data={name}"]).text
+            except ConfigError as error:
+                raise ConfigError(f"data.mix: {error}") from None
+        if part.kind == "pairs":
+            raise ConfigError(f"data.mix: {name} has prompts and answers, which cannot be mixed: use data={name}")
+        parts.append(replace(part, stage=cfg.text.stage, workers=cfg.text.workers))
+    if cfg.tokenizer.built_from and any(part.kind != "shards" for part in parts):
+        raise ConfigError(
+            f"data=mix: tokenizer={cfg.tokenizer.name} would be different for each text: use tokenizer=gpt2 or byte, "
+            "or a trained one with tokenizer=bpe tokenizer.path=FILE"
+        )
+    return parts
 
 
 def open_text(text: str, val_fraction: float, cfg: TokenizerConfig) -> Opened:
@@ -105,75 +214,3 @@ def open_text(text: str, val_fraction: float, cfg: TokenizerConfig) -> Opened:
     tokens = tokenizer.encode_batch([text])[0].astype(shards.dtype_for(tokenizer.vocab_size))
     split = int(len(tokens) * (1 - val_fraction))
     return tokenizer, tokens[:split], tokens[split:]
-
-
-def open_foreign(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World) -> Opened:
-    """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards.
-
-    Every rank must call this, and has rank 0's tokenizer: other nodes may lack the vocabulary.
-    """
-    folder = files.absolute(str(data.path))
-    if manifests.is_complete(folder):
-        return open_prepared(folder, data, tokenizer)
-    train, val = find_foreign(folder, data)
-    saved = dist.broadcast(foreign_tokenizer(folder, tokenizer).to_json() if world.rank == 0 else None, world)
-    found = tokenizers.from_json(saved)
-    for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
-        for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
-            check_range(part, found, f"the {split} shards in {folder}")
-    return found, train, val
-
-
-def find_foreign(folder: Path, data: TextConfig) -> tuple[shards.Tokens, shards.Tokens]:
-    """Return the training and validation tokens in ``folder``, told apart by file name.
-
-    Without a validation file, the last data.val_fraction of the tokens is the validation split.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"data.path={folder} is not a folder: name one with .bin or .npy files")
-    found = sorted(path for path in folder.iterdir() if path.suffix in shards.SUFFIXES and path.name[:1] != ".")
-    val = [path for path in found if "val" in path.name]
-    train = [path for path in found if "train" in path.name and path not in val]
-    if not train:
-        shown = ", ".join(path.name for path in found[:3]) or "none"
-        raise ConfigError(
-            f"data.path={folder} has no shards for training: .bin or .npy files with train in their names, and val for "
-            f"validation (found: {shown})",
-            page="data.md#sources",
-        )
-    tokens = shards.Tokens([shards.examine(path) for path in train])
-    if val:
-        return tokens, shards.Tokens([shards.examine(path) for path in val])
-    return tokens.split(int(len(tokens) * (1 - data.val_fraction)))
-
-
-def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer of the shards in ``folder``, which has no manifest."""
-    saved, text = folder / manifests.TOKENIZER, folder / "input.txt"
-    if saved.exists() and not getattr(cfg, "path", None):
-        return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
-    if cfg.built_from == "characters" and text.exists():  # nanoGPT leaves it next to train.bin
-        return tokenizers.build(cfg, [text.read_text(encoding="utf-8")])
-    if cfg.built_from:
-        has_pickle = (folder / "meta.pkl").exists()
-        pickle = " (meta.pkl is a pickle, which can run arbitrary code, and is not read)" if has_pickle else ""
-        raise ConfigError(
-            f"tokenizer={cfg.name} is built from text, but {folder} holds only tokens: put the tokenizer.json that "
-            f"wordrun saved, or for tokenizer=char the text as input.txt, beside them{pickle}, or choose another "
-            "tokenizer"
-        )
-    return gpt2_if_present(cfg) if isinstance(cfg, GPT2TokenizerConfig) else tokenizers.build(cfg)
-
-
-def check_range(tokens: NDArray[np.integer], tokenizer: Tokenizer, what: str) -> None:
-    """Check that all tokens are in the vocabulary; ``what`` names them in the message.
-
-    Raises:
-        ConfigError: if a token is out of range.
-    """
-    for token in (int(tokens.max(initial=0)), int(tokens.min(initial=0))):
-        if not 0 <= token < tokenizer.vocab_size:
-            raise ConfigError(
-                f"tokenizer={tokenizer.kind} has {tokenizer.vocab_size:,} tokens, but {what} have token {token:,}: "
-                "choose the tokenizer with which they were made"
-            )

@@ -141,9 +141,9 @@ def _vocab_size(cfg: Config) -> int:
     size, source = vocabulary(cfg)
     if not source.startswith("assumed"):
         return size
-    from wordrun.data.prepare.obtain import obtain  # imports torch, too
+    from wordrun.data.corpus import corpus_of_run  # imports torch, too
 
-    return obtain(cfg, World()).tokenizer.vocab_size
+    return corpus_of_run(cfg, World()).tokenizer.vocab_size
 
 
 def _run_of(

@@ -22,11 +22,10 @@ from wordrun.config.registry import refuse_own_model
 from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
-from wordrun.data.corpus import Corpus
+from wordrun.data.corpus import Corpus, corpus_of_run
 from wordrun.data.loader import Loader
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import READ
-from wordrun.data.prepare.obtain import obtain
 from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences, ValidationTokens
@@ -117,7 +116,7 @@ class LanguageTask(Task):
     @classmethod
     def open(cls, cfg: Config, world: dist.World) -> Corpus:
         """Return the text as tokens, which one rank of each file system prepares if necessary."""
-        return obtain(cfg, world)
+        return corpus_of_run(cfg, world)
 
     @classmethod
     def shapes(cls, cfg: Config, data: Corpus | None = None) -> ModelShapes | None:

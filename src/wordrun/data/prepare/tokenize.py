@@ -11,7 +11,7 @@ from typing import Any
 
 from wordrun.common.errors import UserError
 from wordrun.data import shards
-from wordrun.data.corpus import check_range
+from wordrun.data.foreign import check_range
 from wordrun.data.manifest import SPLITS, TOKENIZER
 from wordrun.data.prepare import writer
 from wordrun.data.prepare.sources.base import Document, Source, WorkItem

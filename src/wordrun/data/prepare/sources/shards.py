@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from wordrun.common.errors import UserError
-from wordrun.data import corpus, shards
+from wordrun.data import foreign, shards
 from wordrun.data.manifest import SPLITS
 from wordrun.data.prepare.sources.base import Source, WorkItem
 from wordrun.data.tokenizers.base import Tokenizer
@@ -26,7 +26,7 @@ class ShardSource(Source):
     def items(self) -> list[WorkItem]:
         """Return a work item for each shard and split."""
         items: list[WorkItem] = []
-        for split, tokens in zip(SPLITS, corpus.find_foreign(Path(str(self.path)), self.data), strict=True):
+        for split, tokens in zip(SPLITS, foreign.find_foreign(Path(str(self.path)), self.data), strict=True):
             for shard in tokens.shards:
                 size = np.dtype(shard.dtype).itemsize
                 start = (shard.offset - shards.examine(shard.path).offset) // size
@@ -40,7 +40,7 @@ class ShardSource(Source):
         Raises:
             UserError: if its vocabulary is missing.
         """
-        tokenizer = corpus.foreign_tokenizer(Path(str(self.path)), cfg)
+        tokenizer = foreign.foreign_tokenizer(Path(str(self.path)), cfg)
         if tokenizer.missing:
             raise UserError(tokenizer.missing)
         return tokenizer

@@ -1,0 +1,62 @@
+"""Opens a folder of prepared shards, after comparing its manifest with the options of the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from wordrun.common.errors import ConfigError
+from wordrun.data import manifest as manifests, shards
+from wordrun.data.options import TextConfig
+from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.options import TokenizerConfig
+
+COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
+"""Options that must match the ones data.prepared was made with."""
+COMPARED_PAIRS = ("prompt_key", "answer_key", "template")
+"""More of them for prompts and answers."""
+
+Opened = tuple[Tokenizer, shards.Array, shards.Array]
+"""The tokenizer, the training tokens and the validation tokens."""
+
+
+def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
+    """Return the contents of a folder with a manifest.
+
+    Args:
+        folder: the folder of shards.
+        data: the run's data options; a manifest that contradicts them is an error.
+        tokenizer: the run's tokenizer options, checked in the same way.
+        examine: compare every shard with the manifest now; one rank per node is enough.
+
+    Raises:
+        ConfigError: if a shard or a setting does not match; the message names it.
+    """
+    manifest = manifests.load(folder)
+    compare(folder, manifest, data, tokenizer)
+    manifests.check_left_out(manifest.left_out, data)
+    train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
+    return manifests.tokenizer(folder, manifest), train, val
+
+
+def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:
+    """Raise ConfigError if the folder was prepared with options that differ from the run's."""
+    made, theirs = manifest.settings, manifest.settings["tokenizer"]
+    wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
+    if data.kind == "pairs":
+        wanted |= {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED_PAIRS}
+    elif made["kind"] == "pairs":
+        wanted["data.kind"] = (data.kind, "pairs")
+    wanted["tokenizer"] = (tokenizer.name, theirs["name"])
+    if tokenizer.name == theirs["name"] and not (data.kind == "shards" or theirs.get("path")):
+        options = {name: value for name, value in asdict(tokenizer).items() if name != "path"}
+        wanted |= {f"tokenizer.{name}": (value, theirs.get(name)) for name, value in options.items()}
+    problems = [
+        f"{folder} was prepared with {key}={json.dumps(had)}, not {json.dumps(want)}: use {key}={had}, or prepare the "
+        "data in another folder"
+        for key, (want, had) in wanted.items()
+        if want != had
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
