@@ -1,1 +1,1 @@
-"""What every layer may use; nothing here imports another part of wordrun, torch or Hydra."""
+"""What every layer may use; nothing here imports other packages of wordrun, torch or Hydra."""

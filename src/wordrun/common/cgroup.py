@@ -1,4 +1,4 @@
-"""The control groups (Linux, versions 1 and 2) that this process belongs to, and the resources that they leave it."""
+"""The cores and the memory that this process may use, by its control groups (Linux, versions 1 and 2)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def files(controller: str, v2: str, v1: str, root: str = "/") -> list[str]:
         else:
             continue
         # In a container, the file system may begin below the group that /proc names.
-        parts = [part for part in group.split("/") if part]
-        above = ("/".join(parts[:count]) for count in range(len(parts), -1, -1))
+        names = [name for name in group.split("/") if name]
+        above = ("/".join(names[:count]) for count in range(len(names), -1, -1))
         found += [path for each in above if os.path.exists(path := os.path.join(root, base, each, name))]
     return found
 
@@ -40,7 +40,7 @@ def own_cores() -> int:
 
 
 def cores(root: str = "/") -> int | None:
-    """Return how many cores' worth of time the groups allow this process, at least 1; None: no limit."""
+    """Return how many cores the control groups let this process use at once, at least 1; None: no limit."""
     allowed = []
     for path in files("cpu", "cpu.max", "cpu.cfs_quota_us", root):
         period = "" if path.endswith("max") else read_proc(path.replace("quota", "period"))

@@ -15,7 +15,7 @@ from wordrun.common.suggestions import VALUES
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
 MARK = "wordrun"
-"""File that wordrun's commands leave in the folder in which launch's ranks report, whatever has started them."""
+"""File that wordrun's commands leave in WORDRUN_STATUS_DIR, so that launch knows that its command runs wordrun."""
 SHOWN = 4
 """Lines of a part that are shown on the screen when it fails."""
 SHOWN_RANGES = 8
@@ -124,13 +124,13 @@ def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.Fra
 
 def with_page(error: UserError) -> str:
     """Return an error's message and, if a page has more to say than the message, a line that names it."""
-    if isinstance(error, PartError):  # of which the file with the traceback has more to say
+    if isinstance(error, PartError):  # its message names the file with the traceback
         return error.excerpt()
     return f"{error}\nmore: docs/{error.page}" if error.page else str(error)
 
 
 def lines_without_pages(output: str) -> list[str]:
-    """Return the lines of a program's output, but for empty ones and those with which messages name a page of docs/."""
+    """Return the lines of a program's output without empty ones, and without those that name a page of docs/."""
     lines = (line.strip() for line in output.splitlines())
     return [line for line in lines if line and not line.removeprefix("launch: ").startswith("more: docs/")]
 
@@ -142,9 +142,10 @@ def show(error: UserError) -> int:
 
 
 def short_lines(message: str, width: int = 120) -> list[str]:
-    """Return a message's lines; one longer than ``width`` becomes a line for each part before and after a semicolon."""
+    """Return a message's lines; one longer than ``width`` is divided at its semicolons."""
     lines = message.splitlines()
-    return [part for line in lines for part in (line.replace("; ", "\n  ") if len(line) > width else line).split("\n")]
+    divided = (line.replace("; ", "\n  ") if len(line) > width else line for line in lines)
+    return [each for line in divided for each in line.split("\n")]
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -178,7 +179,7 @@ def listed(names: Iterable[str], width: int = 100) -> str:
 
 
 def as_whole(value: str) -> str:
-    """Return how to write a ``value`` such as 1e3 for an option that takes whole numbers; empty: it is none."""
+    """Return how to write a ``value`` such as 1e3 for an option that takes whole numbers; empty: it is not whole."""
     try:
         number = float(value)
     except ValueError:

@@ -1,9 +1,12 @@
-"""How the ranks of a launch end, where a launcher's exit status does not say it.
+"""Reports of how the ranks of a launch end, because a launcher's exit status does not say it reliably.
 
-Whoever starts a rank (``rank_env.sh``, a guardian) reports its end into the folder WORDRUN_STATUS_DIR: of a rank that
-has ended with status 0, the number, as a line of a file for all ranks of the host; of any other, the status and the
-host, in a file with the rank's number as its name. Status 0 in such a file means that a process of wordrun had not
-finished: such a process has a file of its own meanwhile, on its host, whose name begins with WORDRUN_UNFINISHED.
+What starts a rank (``rank_env.sh``, a guardian) writes a report of its end into the folder WORDRUN_STATUS_DIR:
+
+- A rank that ended with status 0 is a line with its number, in one file for all ranks of the host.
+- Any other rank has a file of its own. Its name is the rank's number, and it contains the exit status and the host.
+
+While a process of wordrun has not finished, it has a file on its host whose name begins with WORDRUN_UNFINISHED. A rank
+that leaves such a file behind and ends with status 0 has a file of its own, too, and counts as failed.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ import os
 from collections.abc import Iterator
 
 PREFIX = "ended-"
-"""Begins the name of a file with the numbers of a host's ranks that have ended with status 0."""
+"""The name of a file with a host's ranks that have ended with status 0 begins with this."""
 UNFINISHED = "WORDRUN_UNFINISHED"
 
 
 @contextlib.contextmanager
 def unfinished() -> Iterator[None]:
-    """Within the ``with`` block, let an end of this process count as a failure for ``launch``, whatever its status."""
+    """If this process ends within the ``with`` block, let it count as a failure for ``launch``, whatever its status."""
     path = f"{os.environ.get(UNFINISHED, '')}-{os.getpid()}"
     try:
         if os.path.isabs(path):
@@ -37,10 +40,10 @@ def unfinished() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_exit() -> Iterator[None]:
-    """Within the ``with`` block, which calls code of others, let sys.exit(0) be an error.
+    """Within the ``with`` block, which calls code of others, turn sys.exit(0) into an error.
 
     Raises:
-        RuntimeError: it was called. The process would have ended as if it had finished.
+        RuntimeError: sys.exit(0) was called. The process would have ended as if it had finished.
     """
     try:
         yield
@@ -51,14 +54,14 @@ def without_exit() -> Iterator[None]:
 
 
 def unfinished_prefix(launch_id: str, rank: int | str) -> str:
-    """Return WORDRUN_UNFINISHED for a rank, or its beginning for all ranks of a host, as ``rank_env.sh`` does."""
+    """Return WORDRUN_UNFINISHED of a rank, as in ``rank_env.sh``; with an empty ``rank``, its beginning for all."""
     return os.path.join(os.environ.get("TMPDIR") or "/tmp", f"wordrun-{launch_id}-{rank}")
 
 
 def take_unfinished(prefix: str) -> bool:
-    """Remove the files of processes that have ended without having finished; return whether there were any.
+    """Remove the files of unfinished processes, which have ended; return whether there were any.
 
-    Their names begin with ``prefix``, and none of the processes runs any more.
+    The names of the files begin with ``prefix``.
     """
     paths = glob.glob(f"{glob.escape(prefix)}*")
     for path in paths:

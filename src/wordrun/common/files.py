@@ -1,4 +1,4 @@
-"""Writes that are complete or have not happened, and readers that expect anything."""
+"""Atomic writes of files, and reads of files that may be missing or broken."""
 
 import contextlib
 import errno
@@ -79,7 +79,7 @@ def replace(path: Path, text: str | bytes) -> None:
     try:
         write(new, text)
         new.replace(path)
-    except OSError:  # a part of it would keep a full disk full
+    except OSError:  # an incomplete file would keep a full disk full
         with contextlib.suppress(OSError):
             new.unlink()
         raise
@@ -91,7 +91,7 @@ def set_aside(path: Path, hidden: str = "") -> Path:
 
     Args:
         path: a file, a link or a folder.
-        hidden: an ending instead of broken, for a name with a point before it.
+        hidden: the ending of a hidden name, .NAME.ENDING, to use instead.
     """
     name = f".{path.name.lstrip('.')}.{hidden}" if hidden else f"{path.name}.broken"
     number, new = 1, path.with_name(name)

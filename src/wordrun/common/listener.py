@@ -1,6 +1,6 @@
-"""Listen for the processes of a job, on a port that anybody can reach.
+"""Listen for the processes of a job, on a port that other programs can reach, too.
 
-Whatever else arrives there closes its own connection and nothing else.
+A connection that is not from a process of the job is closed, and affects no other connection.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import partial
 
 # A connection has to say who it is in one line of at most this many bytes, within this long [s].
 LONGEST_LINE, PATIENCE_S = 1024, 10.0
-# Connections that have not done so are at most this many, and this part of the files that this process may open:
-# another one closes the oldest. Each selection accepts a part of them, so that what a connection sends at once is read
-# before that.
+# At most this many connections may not have said who they are yet, and at most this fraction of the files that this
+# process may open. One more closes the oldest. Each selection accepts at most this fraction of them, so that a
+# connection that sends its line at once is read before it could be closed.
 MOST, FILES, AT_ONCE = 128, 1 / 8, 1 / 4
 # For all ranks of a large job at the same moment; the kernel limits it further (net.core.somaxconn).
 BACKLOG = 4096
@@ -29,7 +29,7 @@ PAUSE_S = 0.5
 
 
 class UnfitError(Exception):
-    """Something that no process of the job would send."""
+    """A connection sent something that no process of the job would send."""
 
 
 class Listener:
@@ -66,7 +66,7 @@ class Listener:
         self.port = int(self._server.getsockname()[1])
 
     def look(self) -> None:
-        """Close connections that have been silent for too long; to be called now and then."""
+        """Close connections that have been silent for too long; call this regularly."""
         now = time.monotonic()
         for connection in [each for each, (until, _) in self._unknown.items() if now > until]:
             self._close(connection)
@@ -132,5 +132,5 @@ class Listener:
 
 
 def is_secret(given: object, secret: str) -> bool:
-    """Return whether ``given``, which anybody may have sent, is ``secret``."""
+    """Return whether ``given``, of any type, is ``secret``, in a time that does not depend on where they differ."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), secret.encode())

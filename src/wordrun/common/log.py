@@ -27,7 +27,7 @@ FOR_FILES = {"for_files": True}
 FIRST_RANK = {"first_rank": True}
 # For information that rank 0 does not have.
 ANY_RANK = {"any_rank": True}
-# For an error that rank 0 also prints when the process ends.
+# For an error that is also printed when the process ends: only log.txt gets it.
 LOG_FILE = FIRST_RANK | {"log_file": True}
 EARLY_RECORDS = 1000
 STYLES = {logging.ERROR: "bold red", logging.WARNING: "yellow"}
@@ -54,7 +54,12 @@ class RankFilter(logging.Filter):
 
 
 class LaunchConsole(Console):
-    """A console on launch's terminal, at the path ``device``, whose size may change; empty: it cannot be asked."""
+    """A console on launch's terminal, whose size may change.
+
+    Args:
+        device: the path of the terminal; empty: it is on another host, so its size at the start counts.
+        options: of rich's Console.
+    """
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(**options)

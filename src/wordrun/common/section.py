@@ -1,4 +1,4 @@
-"""The base classes of config sections."""
+"""The base class of config sections, and helpers for the values of options."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether ``value``, which was read from JSON, has the type ``kind``; types that JSON lacks all fit."""
+    """Return whether ``value``, which was read from JSON, has the type ``kind``; True for types that JSON lacks."""
     if get_origin(kind) in (Union, UnionType):
         return any(fits(value, each) for each in get_args(kind))
     kind = get_origin(kind) or kind

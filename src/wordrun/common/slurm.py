@@ -10,9 +10,9 @@ from wordrun.common.errors import ConfigError
 
 ITEM = re.compile(r"((?:[^,\[\]\s]+|\[[^\[\]]*\])+)(,|$)")
 
-# To SLURM's pmi2, such an MPICH (PyPI's, for one) speaks PMI-1, of which SLURM (22.05 to 26.05) reads at most 1024
-# bytes per line. UCX's addresses take lines of up to 1080 bytes, depending on what their padding contains; then
-# MPI_Init hangs or fails. Addresses of libfabric (ofi) take 70 bytes.
+# An MPICH with both networks, such as PyPI's, may use UCX. With SLURM's pmi2 it speaks PMI-1, and SLURM (22.05 to
+# 26.05) reads at most 1024 bytes per line. UCX's addresses take up to 1080 bytes; then MPI_Init hangs or fails. Those
+# of libfabric (ofi) take 70 bytes.
 EITHER_NETWORK = r"MPICH Device:\s*ch4:(ucx[ ,]+ofi|ofi[ ,]+ucx)\b"
 NETWORK = "MPIR_CVAR_CH4_NETMOD"
 
@@ -37,7 +37,7 @@ def step_of(env: Mapping[str, str], separator: str = ".") -> str:
 
 
 def hosts_of_step(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the hosts of the step that ``env`` is part of, in order."""
+    """Return the hosts of the step of the process with ``env``, in order."""
     return expand_hosts(env["SLURM_STEP_NODELIST"], "SLURM_STEP_NODELIST")
 
 
@@ -101,23 +101,23 @@ def expand_hosts(text: str, name: str = "host list") -> tuple[str, ...]:
         if item is None:
             raise ConfigError(f"{name}: {text!r} is not a host list such as node[01-03,7],login1")
         # The split alternates between names and the contents of brackets.
-        parts = re.split(r"\[([^\[\]]*)\]", item[1])
-        choices = [[part] if i % 2 == 0 else _numbers(part, text, name) for i, part in enumerate(parts)]
-        hosts += ["".join(words) for words in product(*choices)] if len(parts) > 1 else parts
+        texts = re.split(r"\[([^\[\]]*)\]", item[1])
+        choices = [[each] if i % 2 == 0 else _numbers(each, text, name) for i, each in enumerate(texts)]
+        hosts += ["".join(words) for words in product(*choices)] if len(texts) > 1 else texts
         at, comma = item.end(), item[2]
     return tuple(hosts)
 
 
 def _numbers(inside: str, text: str, name: str) -> list[str]:
     numbers: list[str] = []
-    for part in inside.split(","):
-        low, dash, high = part.strip().partition("-")
+    for each in inside.split(","):
+        low, dash, high = each.strip().partition("-")
         if dash and low.isdigit() and high.isdigit() and int(low) <= int(high):
             numbers += [f"{i:0{len(low)}d}" for i in range(int(low), int(high) + 1)]
         elif not dash and re.fullmatch(r"\w+", low):
             numbers.append(low)
         else:
-            raise ConfigError(f"{name}: {part!r} in {text!r} is neither a number nor a range such as 01-03")
+            raise ConfigError(f"{name}: {each!r} in {text!r} is neither a number nor a range such as 01-03")
     return numbers
 
 
@@ -128,8 +128,8 @@ def expand_counts(text: str, name: str = "counts") -> list[int]:
         ConfigError: it does not parse.
     """
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+    for each in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each.strip())
         if not match:
             raise ConfigError(f"{name}='{text}' is not a list of counts such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)

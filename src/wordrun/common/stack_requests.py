@@ -1,4 +1,4 @@
-"""The folder through which the ranks of a job, and ``launch``, ask each other where they are."""
+"""Requests for the stacks of a job's ranks: files in a folder through which ranks and ``launch`` ask each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 REQUEST = "asked.json"
-# A request that is older than this was left by ranks that have died.
+# A request that is older than this [s] was left by ranks that have died.
 STALE_S = 120.0
 
 
@@ -25,8 +25,8 @@ def request(folder: Path, seconds: float = 0.0) -> str:
     """Ask the ranks that watch ``folder`` where they are; return the name of the request, or of an existing one.
 
     Args:
-        folder: the folder, which is created.
-        seconds: how long there has been no progress; 0: nobody says so, it is a question.
+        folder: is created if it does not exist.
+        seconds: for how long there has been no progress; 0: the question is not about a hang.
 
     Raises:
         OSError: the folder cannot be written.

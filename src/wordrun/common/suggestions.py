@@ -1,4 +1,4 @@
-"""What options, values and commands are called elsewhere or were called before: messages have today's name."""
+"""Suggestions for names of options, values and commands that other programs or older versions of wordrun use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COMMANDS = {
     "info": "launch --info",
     "submit": "launch --submit",
 }
-"""Words that are no commands of wordrun, and what does the same."""
+"""Commands that wordrun does not have, and the command that does the same."""
 GONE: dict[str, str] = {
     "plan.speeds": "wordrun study scaling measures the time of a step",
     "plan.bandwidth": "wordrun study scaling measures the time of a step",
@@ -61,20 +61,21 @@ GONE: dict[str, str] = {
 }
 """Options that wordrun no longer has, and what to use instead.
 
-Old checkpoints are read without them, so an option that changes what a model computes must not be here."""
+Checkpoints that have these options are read without them. So an option that changes what a model computes must not be
+here."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 
 
 def option(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean 'x'?" for an option that is called ``name`` elsewhere, or is in another section, or ""."""
+    """Return "; did you mean 'x'?" if another program or section has an option ``name``, else an empty string."""
     section, _, last = name.lower().replace("-", "_").rpartition(".")
     if section.partition(".")[0] in (*SEVERAL, "backend", "tokenizer"):
         return ""
     ours = OPTIONS.get(last, "")
     if ours in known or ours.startswith("hydra."):
         found = [ours]
-    elif ours:  # of another part, such as a model's option that this one does not have
+    elif ours:  # another model, for example, has this option
         return where_listed(name, known)
     else:
         same = [each for each in known if each.rpartition(".")[2] == last]

@@ -82,7 +82,7 @@ def sizes(text: str) -> list[int]:
     Raises:
         ConfigError: it is not a range of sizes.
     """
-    ends = [re.fullmatch(r"(\d+)\s*([KMG]?B?)", part.strip().upper()) for part in text.split("..")]
+    ends = [re.fullmatch(r"(\d+)\s*([KMG]?B?)", each.strip().upper()) for each in text.split("..")]
     numbers = [int(end[1]) * UNITS[end[2] if end[2] in UNITS else f"{end[2]}B"] for end in ends if end]
     if None in ends or len(ends) > 2 or not 4 <= numbers[0] <= numbers[-1]:
         raise ConfigError(
@@ -103,14 +103,14 @@ def layout(text: str, ranks: int) -> Layout | None:
     """
     if not text:
         return None
-    parts = dict(part.partition("=")[::2] for part in text.split(","))
+    sizes = dict(each.partition("=")[::2] for each in text.split(","))
     known = f"the axes are {', '.join(AXES)}"
-    if wrong := [name for name, size in parts.items() if name not in AXES or not size.isdigit() or int(size) < 1]:
+    if wrong := [name for name, size in sizes.items() if name not in AXES or not size.isdigit() or int(size) < 1]:
         raise ConfigError(
             f"--layout {text}: {wrong[0]} should be AXIS=RANKS; {known}",
             page="backends.md#how-fast-do-the-ranks-communicate",
         )
-    found = Layout(**{name: int(size) for name, size in parts.items()})
+    found = Layout(**{name: int(size) for name, size in sizes.items()})
     if found.size != ranks:
         raise ConfigError(f"--layout {text} is for {found.size} ranks, but there are {ranks}: start {found.size}")
     return found
@@ -202,9 +202,9 @@ def operations(world: World, group: Group) -> dict[str, tuple[Callable[[int], Ca
     """Return for each operation a function that prepares it for a size [bytes], and busbw / algbw by ranks."""
     n, device, handle = len(group.ranks), torch.device(world.device), group.handle
 
-    def buffer(size: int, parts: int = 1) -> torch.Tensor:
-        """Return ``parts`` of the n parts of ``size`` bytes, each of at least one number."""
-        return torch.zeros(max(1, size // 4 // n) * parts, device=device)
+    def buffer(size: int, shares: int = 1) -> torch.Tensor:
+        """Return ``shares`` of the n shares of ``size`` bytes, each of at least one number."""
+        return torch.zeros(max(1, size // 4 // n) * shares, device=device)
 
     def all_reduce(size: int) -> Call:
         x = torch.zeros(max(1, size // 4), device=device)

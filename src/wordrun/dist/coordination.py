@@ -50,15 +50,15 @@ def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
 
 
 def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
-    """Do as ``broadcast``: the old name, which is accepted until the next release."""
+    """Call ``broadcast``, which had this name; it is accepted until the next release."""
     LOGGER.warning("dist.share is now called dist.broadcast; the old name is accepted until the next release")
     return broadcast(value, world, timeout_s)
 
 
 def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:
-    """Return whether every rank calls this with the same, new ``name`` before ``timeout_s`` is over for one of them.
+    """Wait for the other ranks here, and return whether all have come within ``timeout_s`` seconds.
 
-    It needs no collective, so the ranks that do not call it may be in one.
+    All ranks pass the same ``name``, which is used once. This is no collective: ranks that do not come may be in one.
     """
     if world.size == 1:
         return True
@@ -89,7 +89,8 @@ class Agreement:
 
         Args:
             problem: what has failed on this rank; empty: nothing.
-            value: for rank 0, JSON-serializable. Its cost grows with the number of ranks that send one; None: nothing.
+            value: what this rank sends to rank 0, JSON-serializable; None: nothing. Each value that is sent costs
+                time on rank 0.
 
         Returns:
             The first problem of any rank, or an empty string; and, on rank 0, the ranks' values, in any order.
@@ -120,9 +121,9 @@ class Agreement:
         return found, values
 
     def send(self, text: str | None, *, receives: bool) -> str:
-        """Return rank 0's ``text``, which other ranks ignore, on the ranks that receive it; every rank must call this.
+        """Return rank 0's ``text`` on the ranks that receive it, else an empty string; every rank must call this.
 
-        All must ``meet`` before the next call.
+        All ranks must ``meet`` before the next call.
         """
         store = self._store
         if store is None:
@@ -139,7 +140,7 @@ class Agreement:
         return str(store.get(key).decode())
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait by asking: a client that waits inside the store would block the main thread's calls."""
+        """Poll until ``done``. A client that waits inside the store would block the main thread's calls."""
         end, pause = time.monotonic() + self.timeout_s, SHORTEST_S
         while not done():
             if time.monotonic() > end:

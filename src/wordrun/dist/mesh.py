@@ -1,7 +1,7 @@
 """The layout of the ranks as arithmetic on their numbers: pipeline x replicate x shard x context x tensor.
 
-Ranks are numbered with the tensor-parallel axis innermost, so that its ranks, which communicate most, are
-neighbors on a node, and the pipeline, whose ranks communicate least, outermost. Nothing here needs torch or another
+Ranks are numbered with the tensor-parallel axis innermost: its ranks communicate most, and are neighbors on a node.
+The pipeline axis is outermost: its ranks communicate least. Nothing here needs torch or another
 rank.
 """
 
@@ -16,7 +16,7 @@ from wordrun.common.errors import ConfigError
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """Outermost first."""
 EXPERT_AXES = ("pp", "replicate", "expert_shard", "ep", "tp")
-"""The axes along which the parameters of experts are divided; ep is part of shard and cp."""
+"""The axes along which the parameters of experts are divided. expert_shard x ep is shard x cp."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Layout:
     tp: int = 1
     """Ranks over which each matrix product is split."""
     islands: int = 1
-    """Groups of copies that take steps by themselves: consecutive parts of the replicate axis."""
+    """Groups of copies that take steps by themselves; each has consecutive copies."""
     ep: int = 1
-    """Of the ranks along shard and cp, those among which the experts are divided; not an axis of its own."""
+    """Ranks over which the experts are divided: some of the ranks along shard and cp, not an axis of their own."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def communicator() -> Any:
 
         if os.environ.get("PMI_FD") and slurm.is_task(os.environ):  # pmi2
             mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-        with sigint.killing():  # MPI_Init waits for the other ranks, of which Ctrl-C may have ended one
+        with sigint.killing():  # MPI_Init waits for the other ranks; Ctrl-C may have ended one
             from mpi4py import MPI
 
             if not MPI.Is_initialized():
@@ -75,7 +75,7 @@ def in_place() -> Any:
 def library() -> str:
     """Return the version of mpi4py's MPI library, without starting MPI; empty: there is none.
 
-    Only for processes that do not use MPI: mpi4py will not start it later.
+    Only for processes that do not use MPI: mpi4py will not start MPI later.
     """
     try:
         import mpi4py
@@ -105,8 +105,8 @@ def verify(world: World) -> World:
             "as `srun --mpi=list` offers), or rebuild mpi4py against the launcher's MPI."
         )
     if world.in_step:
-        # Its variables are complete. MPI's view is not: with --distribution=arbitrary, SLURM's pmi2 makes MPICH take
-        # each rank for a node of its own.
+        # The step's variables are right, and MPI's view may be wrong: with SLURM's pmi2 and --distribution=arbitrary,
+        # MPICH takes each rank for a node of its own.
         _, hosts, _ = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)
         if comm.size > 1:
             _make_progress(comm)
@@ -131,9 +131,9 @@ def verify(world: World) -> World:
 
 
 def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...], tuple[int, ...]]:
-    """Return this node's number, and the names of all nodes and their numbers of ranks.
+    """Return this node's number, the names of all nodes, and the number of ranks on each.
 
-    Only one rank of each node exchanges them with others.
+    One rank of each node exchanges them with the other nodes.
 
     Args:
         comm: all ranks.
@@ -153,10 +153,10 @@ def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...], tupl
 
 
 def _make_progress(comm: Any) -> None:
-    """Call MPI in a thread from now on, so that what this rank has sent leaves it while it waits for something else.
+    """Call MPI in a thread from now on, so that messages are sent while this rank waits for something else.
 
     Over libfabric's TCP, a message sometimes stays with its sender until the sender's next call of MPI. Without the
-    thread, one rank waits in MPI for another that waits for it in torch.
+    thread, one rank could wait in MPI for a message of another rank that waits in torch.
     """
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""The store through which ranks meet before they have a process group."""
+"""The key-value store through which ranks meet before they have a process group: ``shared_store``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wordrun.dist.world import World
 
 # Ranks that have not met by then never will; a wrong address should not cost half an hour.
 MEETING = timedelta(seconds=300)
-# Files that rank 0 opens besides a connection for each rank: at least, and with data, libraries and the fabric.
+# Files that rank 0 opens besides a connection for each rank: the minimum, and with data, libraries and the fabric.
 FEW_FILES, OWN_FILES = 64, 512
 
 
@@ -72,7 +72,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     """Open the store on rank 0, then broadcast its port, so that no other process can take that port first."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # otherwise MASTER_* are left over from an earlier job
+    decided = os.environ.get("WORDRUN_LAUNCH_ID")  # without launch, MASTER_* may be left over from an earlier job
     first = "127.0.0.1" if world.nodes == 1 else world.hosts[0]
     address = (decided and os.environ.get("MASTER_ADDR")) or first
     store = None
@@ -99,8 +99,8 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
 def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wait: bool) -> Any:
     """Return a store that listens at ``address`` alone, since it trusts any client; port 0: a free one.
 
-    torch by itself would listen on all interfaces. So does this store if ``address`` is not one of this host, or if
-    other hosts know it by another (a name may stand for 127.0.1.1 here). ``wait``: until all ranks have connected.
+    torch by itself would listen on all interfaces. This store does so, too, if ``address`` is not one of this host's,
+    or is a name that means 127.0.1.1 on this host. With ``wait``, return when all ranks have connected.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -124,7 +124,7 @@ def _allow_connections(world: World) -> None:
     """Raise the soft limit on open files, so that every rank can connect to this one.
 
     Raises:
-        WorldError: the hard limit is lower: ranks would wait for a connection until they give up.
+        WorldError: the hard limit is too low, so some ranks could not connect.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = world.size + OWN_FILES

@@ -23,7 +23,7 @@ from wordrun.dist.world import World, discover
 
 # gloo's threads end a collective within this time.
 QUIET_S = 0.02
-# torch remembers this many collectives, of which a hang's report names the last ones; 2.8 remembers none by default.
+# torch keeps a record of this many collectives; the report of a hang names the last ones. 2.8 keeps none by default.
 FLIGHT_RECORDS = "2000"
 
 
@@ -59,8 +59,8 @@ def discover_or_exit() -> World:
 def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 1800, seed: int | None = None) -> World:
     """Join the process group and return this process's World; every rank must call this.
 
-    The device is set before the group is created and bound to it, so that no rank's collectives land on device 0.
-    Calls nest: the group ends with the last ``cleanup``.
+    The device is set before the group is created, and the group is bound to it, so that no rank uses device 0 by
+    mistake. Calls nest: the group ends with the last ``cleanup``.
 
     Args:
         world: this process's World, if ``identify`` has been called already.
@@ -158,7 +158,7 @@ def _join(world: World, device: str, timeout_s: int) -> None:
 
 
 def _limit_threads(world: World) -> None:
-    """Under a bare srun, share the job's cores on this node among its ranks, unless the user has set threads."""
+    """Under srun without launch, divide the job's cores on this node by its ranks, unless the user has set threads."""
     import torch
 
     if not world.in_step or {"WORDRUN_LAUNCH_ID", "OMP_NUM_THREADS"} & {*os.environ}:

@@ -1,6 +1,6 @@
-"""Private names of libraries that wordrun uses, each behind one function.
+"""Private names of torch and torchvision that wordrun uses, each behind one function.
 
-Tried with torch 2.8 to 2.13, and DeepSpeed 0.19.8 with 2.8 and 2.13; a function that depends on the version says how.
+Tried with torch 2.8 to 2.13; a function that depends on the version says how.
 Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
 """
 

@@ -54,7 +54,7 @@ class World:
 
     @property
     def per_node(self) -> int:
-        """How many consecutive processes are sure to be on one node: the same number in each of them."""
+        """The number of ranks on each node; if nodes differ, the greatest common divisor of their numbers."""
         return math.gcd(*self.counts) or self.local_size
 
     def node_of(self, rank: int) -> int:
@@ -64,12 +64,12 @@ class World:
 
     @property
     def in_step(self) -> bool:
-        """Whether a SLURM step started it."""
+        """Whether this process was started in a SLURM step."""
         return any(family.in_steps for family in FAMILIES if family.launcher == self.launcher)
 
     @property
     def by_mpi(self) -> bool:
-        """Whether an MPI launcher started it."""
+        """Whether an MPI launcher started this process."""
         return self.launcher == TRACED or any(family.mpi for family in FAMILIES if family.launcher == self.launcher)
 
     def __str__(self) -> str:
@@ -91,8 +91,8 @@ class Family:
     local_size: str
     node: str = ""
     in_steps: bool = False
-    """Whether the processes of a SLURM step have these variables, even those that another launcher started there, and
-    a job's own shell has some of them; the number of ranks on each node is then a list, as in 4(x2),3."""
+    """Whether SLURM sets these variables for a step. Processes that another launcher starts in a step inherit them, and
+    a job's own shell has some of them. The number of ranks on each node is a list, as in 4(x2),3."""
     in_slurm: bool = True
     """Whether it may run in a SLURM job."""
     mpi: bool = False
@@ -187,7 +187,7 @@ FAMILIES = (
     ),
 )
 TRACED = "mpi"
-"""The launcher's name in a World if one of MPI's sets no complete family, but these: only MPI itself knows more."""
+"""The launcher's name in a World if it sets ``MPI_TRACES``, but no complete family. MPI itself knows the rank."""
 MPI_TRACES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK")
 
 
@@ -214,7 +214,7 @@ def discover(env: Mapping[str, str] | None = None) -> World:
     traces = [name for name in MPI_TRACES if env.get(name)]
     if traces:
         return World(hosts=(socket.gethostname(),), launcher=TRACED, source=f"MPI ({', '.join(traces)} set)")
-    _check_parts(env)
+    _check_incomplete(env)
     return World(hosts=(socket.gethostname(),))
 
 
@@ -245,22 +245,22 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _check_parts(env: Mapping[str, str]) -> None:
-    """Refuse a rank that is not known completely, rather than take it for a single process."""
-    parts = _parts(env)
-    if parts:
-        needs = dict.fromkeys(name for family in parts for name in (*family.needs, family.size))
+def _check_incomplete(env: Mapping[str, str]) -> None:
+    """Refuse a rank whose variables are incomplete. It would be taken for a single process."""
+    families = _incomplete(env)
+    if families:
+        needs = dict.fromkeys(name for family in families for name in (*family.needs, family.size))
         missing = [name for name in needs if not env.get(name)] or ["LOCAL_RANK"]
         lacking = f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not set"
-        found = " and ".join(family.says(env) for family in parts)
+        found = " and ".join(family.says(env) for family in families)
         raise WorldError(f"{found}, but {lacking}: start the ranks with `launch`, or unset these variables")
 
 
-def _parts(env: Mapping[str, str]) -> list[Family]:
-    """Return the families of which only a part is set."""
-    parts = [family for family in FAMILIES if env.get(family.rank) and not family.present(env)]
+def _incomplete(env: Mapping[str, str]) -> list[Family]:
+    """Return the families that have some of their variables set, but not all that are needed."""
+    found = [family for family in FAMILIES if env.get(family.rank) and not family.present(env)]
     plain = [PLAIN] if env.get("RANK") and env.get("WORLD_SIZE") not in (None, "", "1") else []
-    return [family for family in parts if not family.in_steps] + plain  # srun's rank is 0 in a job's shell, too
+    return [family for family in found if not family.in_steps] + plain  # srun's rank is 0 in a job's shell, too
 
 
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
@@ -272,8 +272,8 @@ def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
         others = [LOCAL, *(family for family in present if not family.in_steps)]
     else:
         others = [family for family in present if not _is_inside(chosen, family, env)]
-        # A part may belong to a complete family: srun sets PMI_RANK, too.
-        others += [part for part in _parts(env) if all(part.contradicts(family, env) for family in present)]
+        # A variable may belong to a complete family, too: srun sets PMI_RANK.
+        others += [some for some in _incomplete(env) if all(some.contradicts(family, env) for family in present)]
     for other in others:
         if chosen.contradicts(other, env):
             raise WorldError(_both(chosen, other, env))

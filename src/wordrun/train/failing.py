@@ -1,4 +1,4 @@
-"""What happens when the code of a part fails: the traceback goes to a file, and a failing hook costs no steps."""
+"""What happens when a trainer's work fails: a message names the cause, and a failing hook costs no steps."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from wordrun.train.hooks.base import Hook, Training
 from wordrun.train.options import TrainConfig
 from wordrun.train.run import note_failure
 
-# The ranks agree to stop about twice a second, or after the next step, or after an evaluation.
+# After a hook has failed, a rank waits this long, plus the time of this many steps, for the others to agree to stop.
 PATIENCE_S = 300.0
 PATIENCE_STEPS = 20
-# If computing the learning rate fails on all ranks, they all get here within this time, which their hooks may take.
+# If an error is the same on all ranks, they all report it within this time.
 TOGETHER_S = 60.0
 COMMUNICATION = (*torch_private.COLLECTIVES, "wordrun.dist")
 """Modules whose errors are about other ranks, whatever code has called them."""
@@ -96,9 +96,9 @@ def _option_error(error: Exception, train: TrainConfig) -> UserError | None:
 
 @contextlib.contextmanager
 def dispensable(what: str, trainer: Training) -> Iterator[None]:
-    """Within the ``with`` block, which the run can do without, log an error that all ranks have, and end the block.
+    """Within the ``with`` block, which the run can do without, log an error that all ranks have, and continue after it.
 
-    If only some ranks had it, the others may wait for them.
+    An error that only some ranks have is raised, because the others may wait for these ranks.
     """
     try:
         with exit_reports.without_exit():

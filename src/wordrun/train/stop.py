@@ -17,8 +17,8 @@ from wordrun.common.errors import REQUEUE
 
 # The ranks check for each other's signals about this often.
 AGREE_EVERY_S = 0.5
-# A SIGTERM this soon after the first is the same request: PBS sends it to all processes of a job's session, so that
-# a rank gets it from mpiexec twice, or from PBS and from launch.
+# A SIGTERM this soon after the first is the same request. PBS sends it to all processes of a job's session, so a rank
+# gets it a second time from mpiexec or from launch.
 SAME_S = 1.0
 
 
@@ -29,9 +29,9 @@ HOOK_FAILED = 1000
 class StopSignal:
     """Records SIGINT, SIGTERM and SIGUSR1, so that the run ends after a complete step with its files written.
 
-    Schedulers send the latter two before they end a job. A second SIGINT or SIGTERM after either of them, and a second
-    SIGUSR1, have their usual effect (wordrun's commands ignore SIGUSR1); after SIGUSR1, which is a warning, a first
-    SIGTERM still lets the run save.
+    Schedulers send SIGTERM or SIGUSR1 before they end a job. After SIGINT or SIGTERM, another one of these two has its
+    usual effect. SIGUSR1 is a warning: after it, a first SIGTERM still lets the run save, and a second SIGUSR1 has its
+    usual effect (wordrun's commands ignore it).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """torch's Flight Recorder: the last collectives of this process. Its names are private.
 
-Apart from ``torch_private``, because a thread reads them while the main thread may hang in an import of torch.
+They are not in ``torch_private``, because a thread reads them while the main thread may hang in an import of torch.
 
 Tried with torch 2.8 and 2.13; a version without a name has no records.
 """

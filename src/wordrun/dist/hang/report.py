@@ -1,4 +1,4 @@
-"""What the ranks' answers mean: who has not reached which collective, and where each group of ranks is."""
+"""Turns the ranks' answers into one message: which ranks have not reached which collective, and where each rank is."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Answer:
     line: str = ""
     """The innermost line of the user's code."""
     state: str = ""
-    """Why it could not answer, if the operating system shows it."""
+    """The state of a process that cannot answer, such as stopped, if the operating system shows it."""
     spoken_for: bool = False
     """Whether another rank on its host answers for it."""
     groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-    """The ranks of each process group, as ranges: the first, the last and their distance; empty: all ranks."""
+    """The ranks of each process group, as ranges of first rank, last rank and stride; empty: all ranks."""
     call: str = ""
     """The function of torch.distributed that the main thread is in."""
     pending: Sequence[Mapping[str, Any]] = ()
@@ -69,7 +69,7 @@ class Answer:
 
 
 def collectives(size: int) -> dict[str, Any]:
-    """Return what a ``hang.Answer`` of one of ``size`` ranks says of collectives: groups, pending, last and recent."""
+    """Return the fields of an ``Answer`` about collectives, of a rank of ``size``: groups, pending, last, recent."""
     records = flight_recorder.flight_records() if is_joined() else []
     last: dict[str, int] = {}
     for record in records:
@@ -85,7 +85,7 @@ def collectives(size: int) -> dict[str, Any]:
 
 
 def spans(members: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Return ``members`` as the first, last and distance of ranges, one as a rule; empty: all ranks."""
+    """Return ``members`` as ranges of first rank, last rank and stride, usually one; empty: all of ``size`` ranks."""
     if len(members) == size:
         return []
     distance = members[1] - members[0] if members[1:] else 1
@@ -164,9 +164,10 @@ def describe(
 
 
 def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
-    """Return the collective that explains most: one that lacks ranks which wait for nothing themselves.
+    """Return the collective that explains the hang best; None: no rank waits for a collective.
 
-    Without any, one whose ranks disagree about it; None: nobody waits for a collective.
+    The best one is missing ranks that do not wait for a collective themselves. The next best is one in which the ranks
+    have called different operations.
     """
     groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p"})
     found = [_blocked(group, answers, size) for group in groups]
@@ -222,7 +223,7 @@ def _who_waits(blocked: Blocked, layout: Layout, hangs: bool) -> str:
 
 def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKNOWN) -> str:
     """Return ranks for a message, such as ``ranks 0-1, 5 (node1, node2; pp=1)``: the coordinates that they share."""
-    # Along any other axis of all ranks, the coordinate would be the rank itself.
+    # The coordinate along an axis of all ranks would repeat the rank's number. A stage of a pipeline is always named.
     axes = [axis for axis in AXES if 1 < getattr(layout, axis) < layout.size or (axis == "pp" and layout.pp > 1)]
     shared = {axis: {layout.index(rank, axis) for rank in ranks} for axis in axes}
     at = ", ".join(f"{axis}={min(found)}" for axis, found in shared.items() if len(found) == 1)
@@ -231,7 +232,7 @@ def names(ranks: Sequence[int], hosts: Sequence[str] = (), layout: Layout = UNKN
 
 
 def hosts_of(ranks: Sequence[int], by_rank: Mapping[int, Answer], world: World) -> list[str]:
-    """Return the hosts of ``ranks``, without repetition; of a silent rank the one where it should be."""
+    """Return the hosts of ``ranks``, each once. For a silent rank, it is the host on which the launcher placed it."""
 
     def host(rank: int) -> str:
         if rank in by_rank:
@@ -243,11 +244,11 @@ def hosts_of(ranks: Sequence[int], by_rank: Mapping[int, Answer], world: World) 
 
 
 def all_stacks(answers: Sequence[Answer]) -> str:
-    """Return the stacks of all ranks, with equal ones once, for a file."""
+    """Return the stacks of all ranks for a file; ranks with the same stacks are listed together."""
     alike: dict[str, list[Answer]] = {}
     for answer in answers:
         alike.setdefault(stacks.text_of(answer.stacks) or f"no stacks: {answer.state or 'silent'}\n", []).append(answer)
-    parts = []
+    paragraphs = []
     for text, group in alike.items():
         processes = ", ".join(f"{answer.rank}: {answer.host} process {answer.pid}" for answer in group)
         waits = "".join(
@@ -255,5 +256,5 @@ def all_stacks(answers: Sequence[Answer]) -> str:
             for answer in group
             for call in answer.pending
         )
-        parts.append(f"{names([answer.rank for answer in group])}\n({processes})\n{waits}{text}")
-    return "\n".join(parts)
+        paragraphs.append(f"{names([answer.rank for answer in group])}\n({processes})\n{waits}{text}")
+    return "\n".join(paragraphs)

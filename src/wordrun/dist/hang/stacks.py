@@ -1,7 +1,8 @@
-"""Where threads are: this process's own, and those of other ranks on this host that cannot report them themselves.
+"""The stacks of this process's threads, and of other ranks on this host that cannot report their own.
 
-``Dump`` lets any process on this host ask: SIGQUIT makes faulthandler write all stacks into a file in memory, from the
-signal handler, so that it works while C++ code waits or an extension holds the interpreter's lock.
+SIGQUIT makes faulthandler write all stacks of a process into a file in memory (``Dump``), which other processes on this
+host read. faulthandler writes from the signal handler, so it works while C++ code waits or an extension holds the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Stack = Sequence[tuple[str, int, str]]
 MAIN = "MainThread"
 IN_TORCH = "/torch/distributed/"
 COMPILER = "/torch/_dynamo/convert_frame.py"
-"""The file of torch whose functions are on the stack while it compiles (2.8 to 2.13; else it is not noticed)."""
+"""The file of torch whose functions are on the stack while it compiles (2.8 to 2.13). If torch renames the file,
+compiling counts as no progress."""
 OWN = str(Path(__file__).parents[2])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 STATES = {"T": "stopped (SIGSTOP or SIGTSTP)", "t": "stopped by a debugger", "D": "waiting in the kernel (state D)"}
@@ -97,14 +99,14 @@ def mpi_call(stacks: Mapping[str, Stack]) -> str:
 
 
 class Pulse:
-    """Whether the main thread runs Python; it does not while it is in a call of MPI, or of any other C code."""
+    """Measures for how long the main thread has not run Python, because it is in a call of MPI or of other C code."""
 
     kept: ClassVar[list[Any]] = []
-    """What the interpreter may still call after its watch has ended."""
+    """Functions that the interpreter may still call after the watch has ended; they live as long as the process."""
 
     def __init__(self) -> None:
         self._since, self._is_due = time.monotonic(), False
-        # The interpreter calls it in the main thread, as soon as that runs Python.
+        # The interpreter calls this in the main thread as soon as the main thread runs Python.
         self._beat = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._come)
         self.kept.append(self._beat)
 
@@ -113,7 +115,7 @@ class Pulse:
         return 0
 
     def __call__(self) -> float:
-        """Return for how many seconds it has not, as far as the calls of this function show."""
+        """Return the seconds since the main thread last ran Python, as far as calls of this method have observed."""
         if not self._is_due:
             self._since, self._is_due = time.monotonic(), True
             ctypes.pythonapi.Py_AddPendingCall(self._beat, None)
@@ -165,7 +167,7 @@ class Dump:
         self.register()
 
     def register(self) -> None:
-        """Handle SIGQUIT, unless the user does; being ignored, as in a shell's background jobs, does not count."""
+        """Handle SIGQUIT unless the user's program does, also if it is ignored, as in a shell's background jobs."""
         self._registered = signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN, None)
         if self._registered:
             faulthandler.register(signal.SIGQUIT, file=self._fd, all_threads=True)
@@ -185,7 +187,7 @@ class Dump:
 
 
 def peers(name: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the rank, the process and the path of the dump of each process on this host with dumps of this name."""
+    """Yield the rank, the process ID and the path of the dump of each process on this host whose dump has this name."""
     for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):

@@ -1,10 +1,11 @@
 """Notice that a rank makes no progress, and have all ranks report where they are.
 
-Each rank has a thread that sleeps most of the time. It compares a counter, which the main thread advances, with what it
-was: nothing is sent while all is well. When a rank is late, it leaves a request in a folder that all hosts share; every
-rank's thread finds it, and adds a file with its stacks and the collectives that it waits for. The lowest rank that
-answers groups them into one message (``report.py``). A rank that cannot answer, since it was stopped or its
-interpreter's lock is held, is described by another one on its host. Files, unlike the store, do not depend on rank 0.
+Each rank has a thread that checks once a second whether the main thread has advanced a counter. Nothing is sent while
+the run makes progress. When a rank is late, its thread leaves a request in a folder that all hosts share. The thread of
+each rank finds the request, and answers with a file of the rank's stacks and the collectives that it waits for. The
+lowest rank that answers combines the files into one message (``report.py``). If a rank cannot answer, because its
+process was stopped or its interpreter's lock is held, another rank on its host answers for it. Files are used because,
+unlike the store, they do not depend on rank 0.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from wordrun.dist.world import World, discover
 
 # Start-up, the first step (which compiles), samples and saves may take this many times as long as other steps.
 SLOW = 5.0
-# Ranks wait at most this long for each other's answers, or as long as a hang takes to be noticed.
+# Ranks wait at most this long for each other's answers to a report of a hang.
 ANSWER_S = 40.0
 TICK_S = 1.0
-# A rank that starts may take SLOW times as long, as in the trainer by default.
+# Seconds without progress that count as a hang before the config is known; start-up may take SLOW times as long.
 START_S = 120.0
-# All ranks together look for requests this often, since they ask one metadata server.
+# All ranks together look for requests this often per second, because they load one metadata server.
 LOOKS_PER_S = 500.0
 EARLIER = 0.8  # a hang is reported at the latest after this share of the time limit of collectives
-ASKED_S = 10.0  # the same for an answer to a question, without a hang
+ASKED_S = 10.0  # the same if the ranks are asked without a hang
 # Ranks reach init_process_group at different times, so they may wait there this many times as long.
 START_FACTOR = 5.0
 
@@ -104,7 +105,7 @@ class Watch:
             self.opened[-1]._dump.register()
 
     def mark(self, step: int | None = None, layout: Layout | None = None) -> None:
-        """Do what the function ``mark`` describes."""
+        """Note progress; see the function ``mark``."""
         self._count += 1
         self.layout = layout or self.layout
         if step is not None:
@@ -115,7 +116,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str, factor: float = 1.0) -> Iterator[None]:
-        """Do what the function ``phase`` describes."""
+        """Name what the main thread does; see the function ``phase``."""
         before = self._phase, self._factor
         self._phase, self._factor = name, factor
         self._count += 1
@@ -134,7 +135,11 @@ class Watch:
         return limit if math.isinf(limit) else min(limit, self._most)
 
     def ask(self, seconds: float = 0.0) -> None:
-        """Ask all ranks where they are, unless somebody has just done so; ``seconds``: of a hang, 0: there is none."""
+        """Ask all ranks where they are, unless another rank has just asked.
+
+        Args:
+            seconds: for how long there has been no progress; 0: the question is not about a hang.
+        """
         try:
             stack_requests.request(self.folder, seconds)
         except OSError as error:  # such as a full disk
@@ -168,7 +173,7 @@ class Watch:
                 look_at = time.monotonic() + ANSWER_S
 
     def _answer(self, idle_s: float) -> bool:
-        """Answer a request that is new, and report if this rank is the lowest; return whether it was about a hang."""
+        """Answer a new request, and report if no lower rank answers; return whether the request is about a hang."""
         asked = stack_requests.read(self.folder / stack_requests.REQUEST)
         if not asked or asked["id"] == self._answered:
             return False
@@ -256,18 +261,18 @@ class Watch:
 
 
 class Waits:
-    """What the main thread waits for, in a program that does not say that it makes progress."""
+    """Notices waits of the main thread in a program that does not call ``mark``."""
 
     def __init__(self, hang_s: float) -> None:
         self.hang_s = hang_s
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
-        """By group: how many collectives have begun and ended, and since when."""
+        """How many collectives of each group have begun and ended, and since when these numbers are the same."""
         self._call: tuple[Any, float] = None, 0.0
         """The main thread's call of torch.distributed, such as recv, which torch does not count, and since when."""
         self._pulse = stacks.Pulse()
 
     def __call__(self) -> float:
-        """Return the number of seconds that it may wait for others, if it has waited longer; else 0."""
+        """Return the limit in seconds if the main thread has waited longer than that for other ranks, else 0."""
         now, idle_s = time.monotonic(), self._pulse()
         # As this keeps the frame, another call has another one.
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -288,7 +293,7 @@ class Waits:
 
 
 def reported() -> Path | None:
-    """Return the report about a hang since the last step, on the rank that has written it: rank 0, if it can answer."""
+    """Return the report of a hang since the last step, on the rank that has written it, rank 0 if it can; else None."""
     return Watch.opened[-1].reported if Watch.opened else None
 
 
@@ -305,7 +310,7 @@ def mark(step: int | None = None, layout: Layout | None = None) -> None:
 
 @contextlib.contextmanager
 def phase(name: str, factor: float = 1.0) -> Iterator[None]:
-    """Name what the main thread does in a ``with`` block or function, where a hang takes ``factor`` times as long."""
+    """Name what the main thread does in a ``with`` block or function; ``factor`` multiplies the limit of a hang."""
     with Watch.opened[-1].phase(name, factor) if Watch.opened else contextlib.nullcontext():
         yield
 
@@ -329,7 +334,7 @@ def start_for_script(
 
 @contextlib.contextmanager
 def starting(world: World | None) -> Iterator[None]:
-    """Watch this rank in a ``with`` block before its trainer does; the config, which has the limit, may be unknown."""
+    """Watch this rank in a ``with`` block before its trainer does. The limit is fixed: the config may be unknown."""
     if world is None or world.size == 1:
         yield
         return
