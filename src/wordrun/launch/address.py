@@ -1,4 +1,7 @@
-"""Choose rank 0's address and port, once in ``launch``: before the ranks have met, they could not agree on them."""
+"""Choose the address and the port at which the ranks meet.
+
+``launch`` chooses them, because the ranks cannot agree on anything before they have met.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
 
 
 def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str]:
-    """Return the same as ``decide``, if possible as numbers: hosts may resolve the name differently."""
+    """Return the same as ``decide``, with a numeric address if possible: hosts may resolve a name differently."""
     master, why, problem = decide(hosts, site, here, resolve)
     numeric = None if problem else resolve(master)
     if numeric and numeric != master and not numeric.startswith("127."):

@@ -1,7 +1,7 @@
-"""``launch --submit``: a copy of the code as it is, so that editing it while the job waits changes nothing.
+"""The copy of the code that a submitted job runs, so that editing the code while the job waits changes nothing.
 
-The copy is a folder in which the job runs: the project's files are copied, and everything else in their folders (what
-git ignores, outputs/, environments) is a link to the original, so that relative paths work as before.
+The job runs in a folder with copies of the project's files. Everything else in their folders (files that git ignores,
+outputs/, Python environments) is a link to the original, so that relative paths work as before.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CodeSnapshot:
 
 
 def take_snapshot(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -> CodeSnapshot | None:
-    """Copy the project that ``cwd`` belongs to, and wordrun's own code if it is a checkout elsewhere, into ``folder``.
+    """Copy the project around ``cwd`` into ``folder``, and wordrun's code if that is a checkout outside the project.
 
     Args:
         folder: a new folder below ``cwd``.

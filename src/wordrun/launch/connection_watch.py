@@ -1,4 +1,7 @@
-"""Watch whether the ranks ever connect to each other: otherwise N separate runs would look like one success (Linux)."""
+"""Watch whether the ranks ever connect to each other (Linux).
+
+If they do not, the command has run N times separately, which looks like a success of one run on N ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from wordrun.launch.plan import LaunchPlan
 # denser once a rank has loaded torch.
 FIRST_S, TORCH_S, LATER_S, DENSE_S = 0.05, 0.01, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
-# Once ranks have a library that may connect them, each of this many samples after their sockets have changed reads the
-# kernel's table of connections, which takes milliseconds. So does one after this many, because a socket may connect
-# late, or a rank may load another library.
+# Reading the kernel's table of connections takes milliseconds. Once ranks have a library that may connect them, the
+# table is read in the first CHANGING samples after their sockets have changed and then in every DUE-th sample, because
+# a socket may connect late, or a rank may load another library.
 CHANGING, DUE = 6, 10
 # Reading /proc may block for a process that is stuck in the kernel.
 PATIENCE_S = 2.0
@@ -33,7 +36,7 @@ WEB = (80, 443, 3128, 8080)
 
 @dataclass
 class ConnectionWatch:
-    """What is seen of the ranks on this host until they have met."""
+    """Samples the libraries and connections of the ranks on this host until two ranks are connected."""
 
     plan: LaunchPlan
     launcher: int

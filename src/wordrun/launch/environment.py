@@ -90,7 +90,7 @@ def environment(
 
 
 def _meeting(request: Request) -> dict[str, Setting]:
-    """Return the variables that identify the launch and tell its ranks where to meet."""
+    """Return the variables that identify the launch, and the address and port at which the ranks meet."""
     job, ranks, decided = request.job, request.ranks, request.decided
     address, why = decided.master_addr or job.hosts[0], decided.master_why or "first host of the job"
     if ranks.nodes == 1:
@@ -114,7 +114,7 @@ def _meeting(request: Request) -> dict[str, Setting]:
 
 
 def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
-    """Yield defaults that make ranks behave as expected, unless the user has exported these variables."""
+    """Yield defaults that make programs behave well on several ranks; a variable that the user has exported stays."""
     decided, watched = request.decided, request.options.idle_timeout
     yield "WORDRUN_LAUNCHER", (launcher.name, "")
     if request.options.trains and launcher.in_between:

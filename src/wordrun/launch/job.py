@@ -92,9 +92,9 @@ class Job:
     scheduler: str = "none"
     id: str = ""
     inside: str = ""
-    """If only this machine is used, the scheduler whose job it is part of."""
+    """The scheduler whose job this machine is part of, although only this machine is used; empty: none."""
     granted: tuple[int, ...] = ()
-    """How many threads all ranks on each host may have together; empty: as many as ``cores``."""
+    """Threads that the scheduler allows all ranks on each host together; empty: as many as ``cores``."""
     hostfile: str = ""
     """A file with exactly these hosts, one per line."""
     partial: bool = False

@@ -16,9 +16,9 @@ from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 from wordrun.launch.walltime import default_margin
 
-# System prefixes are not environments: put first in PATH, they would hide what a site's modules provide.
+# A Python in these folders is not an environment. First in PATH, it would hide what a site's modules provide.
 SYSTEM = ("/usr", "/usr/local")
-# Variables of the submitting shell that a job needs, too; never those with keys. FOLDERS name folders.
+# Variables of the submitting shell that a job needs, too, never those with keys. The values of FOLDERS are paths.
 FOLDERS = ("WORDRUN_DATA_HOME", "HF_HOME", "TIKTOKEN_CACHE_DIR", "WANDB_DIR")
 CARRIED = (*FOLDERS, "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY")
 

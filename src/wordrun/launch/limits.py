@@ -20,7 +20,7 @@ PER_CORE = 8
 # What a rank needs to import torch and join the others.
 RANK_BYTES = 400e6
 MOST_NAMED = 3
-"""Queues that a message suggests."""
+"""A message suggests at most this many queues."""
 
 
 def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) -> str:
@@ -73,7 +73,7 @@ def problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
 
 
 def doubt(options: Options, site: Site) -> str:
-    """Return a warning about a queue that is not in the site's file, which may be outdated; empty: there is none."""
+    """Return a warning if the site's file, which may be outdated, does not list the queue; empty: it does."""
     names = (options.queue or "").split(",")
     name = next((name for name in names if name and name not in site.queues), "")
     if not name or not site.queues:
@@ -83,7 +83,7 @@ def doubt(options: Options, site: Site) -> str:
 
 
 def too_many(options: Options, site: Site, points: int = 1) -> str:
-    """Return an error if the queue takes fewer jobs of one user; empty: it takes them, or its limit is unknown.
+    """Return an error if the queue takes fewer jobs per user; empty: it takes them, or the limit is unknown.
 
     Args:
         options: of each submission.

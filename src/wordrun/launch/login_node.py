@@ -1,4 +1,4 @@
-"""What launch says on a login node, where it can start processes, but has no nodes of a job."""
+"""What launch says on a login node, where it can start processes, but has no job's nodes to start them on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _name(site: Site) -> str:
 
 
 def _may_be(options: Options, job: Job) -> bool:
-    """Return whether only the absence of a job is why there is just this machine."""
+    """Return whether launch uses just this machine because it is in no job, and not because an option says so."""
     return job.is_local and not (job.inside or options.scheduler or options.hostfile)
 
 

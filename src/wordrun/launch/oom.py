@@ -1,4 +1,7 @@
-"""Did the kernel kill a rank because memory ran out? Only the kernel knows: the rank just gets SIGKILL."""
+"""Find out whether the kernel has killed a rank because memory ran out (out of memory, OOM).
+
+Only the kernel's own records tell: the rank just gets SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class OomWatch:
     """
 
     def __init__(self, root: str = "/") -> None:
-        """Take the counts before the ranks start; ``root`` contains ``proc``, ``sys`` and ``dev``."""
+        """Read the counts. Call this before the ranks start; ``root`` contains ``proc``, ``sys`` and ``dev``."""
         self._root = root
         self._before = _counts(root)
 

@@ -1,7 +1,7 @@
-"""What ranks and launcher print, on its way through launch: in whole lines, and without what launch says better itself.
+"""Forward the output of the ranks and the launcher: in whole lines, and without lines that explain nothing.
 
-On one machine each rank has two named pipes of its own, so that it is known who wrote what. Elsewhere everything
-arrives mixed, through the launcher.
+On one machine each rank has two named pipes of its own, so launch knows which rank wrote a line. Elsewhere the output
+of all ranks arrives through the launcher, mixed.
 """
 
 from __future__ import annotations
@@ -98,23 +98,23 @@ class Output:
     folded: list[str] = field(default_factory=list)
     """Lines that were not shown."""
     quiet: bool = False
-    """``launch`` has said what happened: the launcher's own lines are no longer shown."""
+    """Whether ``launch`` has said what happened; from then on, the launcher's own lines are not shown."""
     report: bytes = b""
     """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
-    """Ctrl-C was forwarded: a rank's KeyboardInterrupt is not news."""
+    """Whether Ctrl-C was forwarded; from then on, a rank's KeyboardInterrupt is not shown."""
     killed: str = ""
     """Regular expression for the line of the launcher, or of its MPI library, about a process killed by SIGKILL."""
     launch_id: str = ""
-    """Begins the lines with which ranks report their end that cannot do so in the status folder."""
+    """Begins the lines in which ranks report how they end if they cannot write to the status folder."""
     reports: list[tuple[str, str]] = field(default_factory=list)
-    """What these lines say: the name of the file that is missing, and what it would contain."""
+    """What those lines say: the name of the file that could not be written, and its contents."""
     names_kill: bool = False
     """The launcher has written such a line."""
     lost: str = ""
-    """Why output could not be written, other than because its reader has gone."""
+    """Why output could not be written, such as a full disk; empty: it could, or its reader has gone."""
     stuck: dict[int, bytearray] = field(default_factory=dict)
-    """What waits until the reader of our stdout (1) or stderr (2), such as a paused pager, resumes reading."""
+    """What could not be written yet to our stdout (1) or stderr (2), because the reader, such as a pager, is paused."""
     wrote: dict[int, float] = field(default_factory=lambda: {1: 0.0, 2: 0.0})
     """When something was last forwarded to stdout (1) and stderr (2)."""
 

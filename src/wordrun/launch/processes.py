@@ -1,4 +1,4 @@
-"""Find and signal the processes below this one, on Linux through /proc and elsewhere through ps."""
+"""Find and signal the descendants of this process, on Linux through /proc and elsewhere through ps."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from wordrun.launch.request import Ranks
 
 
 def decide_ranks(options: Options, job: Job) -> Ranks:
-    """Return the layout for -n, -N and --ppn; any two determine the third, and the default is the job's slots.
+    """Return the number of ranks on each host for -n, -N and --ppn.
+
+    Any two of them determine the third. Without any of them, each host gets the job's slots.
 
     Raises:
         ConfigError: the options contradict each other or the job; the message says what would fit.

@@ -101,7 +101,7 @@ class Record:
 
 
 def _run_dir(record: str) -> Path | None:
-    """Return the directory of the wordrun run that has moved the record at ``record`` there and left a link, if any."""
+    """Return the run directory to which wordrun has moved the record, leaving a link; None: it has not."""
     return Path(os.path.realpath(record)).parent if os.path.islink(record) else None
 
 

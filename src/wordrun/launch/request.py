@@ -45,7 +45,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Identity:
-    """The run's ID, and whether there may be a checkpoint to resume from."""
+    """The run that a launch belongs to, and whether there may be a checkpoint to resume from."""
 
     run_id: str
     why: str = ""
@@ -56,7 +56,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Decided:
-    """Values chosen once per launch, outside the ranks, which could not agree on them."""
+    """Values that ``launch`` chooses for all ranks, because the ranks could not agree on them."""
 
     launch_id: str
     run: Identity

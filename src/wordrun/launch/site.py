@@ -29,7 +29,7 @@ class Site:
     devices: int | None = None
     """Accelerators per node; unset: as many as the job sees."""
     device: str = ""
-    """Their kind, as plan.device names it."""
+    """The kind of these accelerators, as plan.device names it."""
     count_devices: bool = False
     """Whether jobs may hold only some of a node's devices: then the visible ones count instead of ``devices``."""
     network: float | None = None

@@ -1,4 +1,4 @@
-"""``launch --stacks RUN``: ask the ranks of a running job where they are, from any host that sees its files."""
+"""``launch --stacks RUN``: ask the ranks of a running job for their stacks, from any host that sees the job's files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PATIENCE_S = 90.0
 
 
 def main(run: str, records: str) -> int:
-    """Print where the ranks of ``run`` are.
+    """Print the stacks of the ranks of ``run``.
 
     Args:
         run: a run directory, the path of a launch.json, or a run ID.
         records: the folder of the records of launches.
 
     Raises:
-        UserError: there is no such run, it has ended, or nobody answers.
+        UserError: there is no such run, the run has ended, or no rank answers.
     """
     folder = _folder(run, records)
     try:

@@ -1,6 +1,7 @@
-"""The stdin of launch on its way to rank 0: whole, at any size and speed, whatever the launcher makes of its own.
+"""Forward the stdin of launch to rank 0, whole, at any size and speed.
 
-Hydra kills the ranks if rank 0 reads too slowly, and torchrun lets all ranks read the same.
+Launchers cannot be relied on: Hydra kills the ranks if rank 0 reads too slowly, and under torchrun all ranks read from
+the same stdin.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Stdin(threading.Thread):
     """
 
     begin: ClassVar[int | None] = None
-    """Where stdin began, if it is a file: ranks that are relaunched read it from there."""
+    """The offset at which stdin began, if it is a file: after a relaunch, rank 0 reads from there."""
 
     def __init__(self, folder: str, *, is_pipe: bool) -> None:
         super().__init__(name="stdin", daemon=True)
@@ -73,7 +74,7 @@ class Stdin(threading.Thread):
                 os.close(sink)
 
     def close(self) -> str:
-        """Stop, whatever is left of stdin; return a message if there was some and rank 0 was never there to read it."""
+        """Stop forwarding; return a message if there was input that rank 0 was never there to read (empty: no)."""
         reached = self._reached or os.path.exists(f"{self.path}.seen")
         os.close(self._close)
         end = time.monotonic() + PATIENCE_S

@@ -90,7 +90,7 @@ class Submission:
 
     site: Site
     why: str
-    """How the site was recognized."""
+    """How the site was found."""
     scheduler: Scheduler
     run_id: str
     path: str

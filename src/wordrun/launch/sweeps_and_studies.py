@@ -1,4 +1,7 @@
-"""Sweeps and studies, which launch their points themselves: how options of ``launch --submit`` reach the points."""
+"""Commands that call launch themselves, for each point of a sweep or study.
+
+``launch --submit`` passes its options on to the launches of the points; ``launch`` without it refuses a study.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ REFUSED = {
 
 
 def what(options: Options) -> str:
-    """Return what launches points itself, for people to read: a sweep or a study."""
+    """Return "a study" or "a sweep", for messages."""
     return "a study" if options.studies else "a sweep"
 
 

@@ -1,8 +1,8 @@
-"""A guardian: the process that ``launch --elastic`` starts on each node, and that starts the node's ranks.
+"""The guardian: the process that ``launch --elastic`` starts on each node, and that starts the node's ranks.
 
-It imports what the ranks will import, and forks each rank, so that restarting ranks costs no imports. ``launch``
-decides; the guardian starts and kills ranks when it is told to, and reports how they end. When the connection to
-``launch`` closes, it kills its ranks and exits.
+The guardian imports what the ranks will import and then forks them, so that a restart of the ranks needs no imports. It
+starts and kills ranks when ``launch`` tells it to, and reports how they end. When the connection to ``launch`` closes,
+the guardian kills its ranks and exits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FOR_WORDRUN = (
     "wordrun.train.trainer",
     "wordrun.train.language",
 )
-"""What ranks of wordrun import sooner or later. Importing starts neither threads of torch nor a device."""
+"""Modules that every rank of wordrun imports. Importing them starts neither threads of torch nor a device."""
 
 
 class Guardian:
@@ -72,7 +72,7 @@ class Guardian:
         """The living ranks by process ID."""
         self._watch = OomWatch()
         self._gate = -1
-        """The end of a pipe at whose other end new ranks wait until all nodes have theirs."""
+        """The writing end of a pipe from which new ranks read one byte each before they begin; -1: there is none."""
         self._mpi = os.pipe()
         """Ranks that import MPI say so here."""
         os.set_blocking(self._mpi[0], False)
@@ -166,7 +166,7 @@ class Guardian:
             self._gate = -1
 
     def say_mpi(self) -> None:
-        """Say, in a rank, that it would use MPI, and end it: it would be rank 0 of 1."""
+        """In a rank: report that the program uses MPI, and end the process, which would be rank 0 of 1."""
         os.write(self._mpi[1], b".")
         os._exit(1)
 

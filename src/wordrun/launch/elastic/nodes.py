@@ -30,13 +30,13 @@ class Nodes:
     ready: set[int] = field(default_factory=set)
     """The nodes whose guardians can start ranks."""
     ports: dict[int, int] = field(default_factory=dict)
-    """A free port on each of them, for ranks to meet if rank 0 runs there."""
+    """A free port on each ready node, at which the ranks meet if rank 0 runs there."""
     port: int = 0
     """The port at which the ranks meet."""
     launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """The launchers that were started for lost nodes, and have not ended."""
     _can_move: bool = True
-    """Whether the ranks may meet at another port if theirs is taken, which they do once."""
+    """Whether the ranks may still change to another port if theirs is taken; they do so once."""
     _start: StartLauncher | None = None
     _tries: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When to restart a guardian on each lost node, and how long to wait after that."""
@@ -63,13 +63,13 @@ class Nodes:
         self.layout = best
 
     def choose_port(self, *, first: bool) -> int:
-        """Choose where the ranks of this layout meet; for those that start ``first`` the plan has done so."""
+        """Choose the port at which the ranks of this layout meet; ``first``: the one that the plan has chosen."""
         rank_0 = next(node for node, ranks in enumerate(self.layout) if ranks)
         self.port = int(self.plan.env["MASTER_PORT"]) if first else self.ports[rank_0]
         return self.port
 
     def port_taken(self, lines: Iterable[str]) -> bool:
-        """Return whether another port would help, because ``lines`` say that theirs is in use; True only once."""
+        """Return whether ``lines`` say that the ranks' port is in use, and another may be tried; True only once."""
         chosen = self.plan.reasons["MASTER_PORT"] == "--env" and self.port == int(self.plan.env["MASTER_PORT"])
         if chosen or not self._can_move or not port_taken(lines, self.port):
             return False
@@ -81,7 +81,7 @@ class Nodes:
         self._start = start
 
     def variables(self) -> dict[str, str]:
-        """Return the variables in which the ranks of this layout differ from those of the first one."""
+        """Return the variables whose values differ from those that the launch began with, because of this layout."""
         plan = self.plan
         used = [node for node, ranks in enumerate(self.layout) if ranks]
         if used == [*range(plan.ranks.nodes)]:
@@ -104,7 +104,7 @@ class Nodes:
         self._tries[node] = time.monotonic() + FIRST_TRY_S, 2 * FIRST_TRY_S
 
     def bring_back(self, contact: str) -> None:
-        """Start guardians on lost nodes if it is time; ``contact`` is what they need to know."""
+        """Start guardians on lost nodes if it is time; ``contact`` tells them how to connect."""
         now = time.monotonic()
         for node, (due, pause) in self._tries.items():
             if now > due and node not in self.ready and node not in self.launchers and self._start is not None:

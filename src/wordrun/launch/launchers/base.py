@@ -60,11 +60,11 @@ class Launcher:
     version_texts: ClassVar[tuple[str, ...]] = ()
     """Parts of the output of ``mpiexec --version`` that identify it."""
     caveat: ClassVar[str] = ""
-    """What it does not do for its ranks."""
+    """What users have to know about ranks that it starts, for the message at the start."""
     remedy: ClassVar[str] = ""
     """How to install or load one."""
     mpi_remedy: ClassVar[str] = "for MPI programs, --launcher hydra or openmpi"
-    """What to do if its ranks do not know each other by MPI."""
+    """What to do if MPI programs run as separate ranks 0 of 1 under it."""
     cores_remedy: ClassVar[str] = ""
     """What to do if it limits each rank to one core."""
     devices_remedy: ClassVar[str] = ""
@@ -176,7 +176,11 @@ def rank_command(options: Options) -> tuple[str, ...]:
 
 
 def mpiexec_command(options: Options) -> tuple[str, ...]:
-    """Return the same for an mpiexec, which would take an argument ``:`` as a separator of programs."""
+    """Return the command that an mpiexec runs for each rank.
+
+    Raises:
+        ConfigError: it has an argument ``:``, with which a second program begins for mpiexec.
+    """
     if ":" in options.command:
         remedy = "quote the command (sh -c '...') or use --launcher torchrun"
         raise ConfigError(f"the argument ':' in the command would begin a second program for mpiexec: {remedy}")

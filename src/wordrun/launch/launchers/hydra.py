@@ -52,9 +52,10 @@ class Hydra(Launcher):
         return (self.path, "-n", str(ranks.np), *where, *binding, *options.launcher_args, *mpiexec_command(options))
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
-        """Forward a signal; one that stops the ranks goes straight to them if all are on this machine.
+        """Forward a signal. If all ranks are on this machine, a signal that stops them is sent to them directly.
 
-        mpiexec loses a signal that arrives while it starts them. Ranks that start later look for the file ``stopped``.
+        mpiexec loses a signal that arrives while it starts the ranks. Ranks that start after the signal find the file
+        ``stopped``.
         """
         here = job.is_local and [short(host) for host in job.hosts] == [short(socket.gethostname())]
         ranks = processes.rank_groups(pid, self.daemons) if here and number in STOPPING else []

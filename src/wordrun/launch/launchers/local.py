@@ -40,7 +40,7 @@ class Local(Launcher):
         return request.options.command
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return the variables that rank_env.sh sets for other launchers."""
+        """Return the variables of rank 0 of 1, which ``rank_env.sh`` sets under other launchers."""
         ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
         ours |= {
             "GROUP_RANK": "0",

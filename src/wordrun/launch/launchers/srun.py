@@ -98,7 +98,7 @@ class Srun(Launcher):
         )
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
-        """Return the variables of every launcher, and srun's own."""
+        """Return the variables that every launcher needs, and those for srun."""
         cores = str(self.cores_per_rank(request))
         why = "the same as -c: SLURM 22.05 to 23.02 read only this variable, and srun fails if they differ"
         pty = "srun -u gives each rank a pseudo-terminal, wherever its output goes"

@@ -68,7 +68,7 @@ class Scheduler:
         raise NotImplementedError
 
     def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
-        """Yield the cores that its job may use on each of ``hosts``, by everything that counts them."""
+        """Yield the cores that its job may use on each of ``hosts``, once for each source that limits them."""
         yield from ()
 
     def has_set(self, name: str, env: Mapping[str, str]) -> bool:
@@ -134,7 +134,16 @@ class Scheduler:
         return False
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """Return what in a site file already fixes its jobs' ``resource`` (gpu or cpus); empty: nothing."""
+        """Return, in words for a message, what in the site file fixes how much of a node's ``resource`` jobs get.
+
+        Args:
+            site: the cluster.
+            queue: the limits of the job's queue.
+            resource: gpu or cpus.
+
+        Returns:
+            Empty if nothing fixes it.
+        """
         return ""
 
     def is_ending(self, job: Job) -> bool:
