@@ -59,15 +59,15 @@ def test_documents_need_no_dense_mask(
     """FlexAttention and a dense mask have the same losses; the first needs less memory for long sequences."""
     import torch
 
-    from wordrun.model import flex, kernel_thresholds
+    from wordrun.model import attention, kernel_thresholds
 
     words = [
         *MODELS["llama"], "tokenizer=byte", "data.mask_documents=true", "model.block_size=1024", "model.batch_size=8",
         "model.window=200", "model.global_every=2", "train.dtype=bf16", f"train.compile={compile_}",
     ]  # fmt: skip
     made: list[int] = []
-    block_masks = flex.block_masks
-    monkeypatch.setattr(flex, "block_masks", lambda *args: made.append(1) or block_masks(*args))
+    block_masks = attention.block_masks
+    monkeypatch.setattr(attention, "block_masks", lambda *args: made.append(1) or block_masks(*args))
     found = {}
     for name, whole in (("flex", 0), ("dense", 2**40)):
         monkeypatch.setattr(kernel_thresholds, "SMALL_MASK", whole)

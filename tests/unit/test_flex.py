@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from wordrun import model as models
 from wordrun.backend.compile import compile_model
-from wordrun.model import attention, flex, kernel_thresholds
+from wordrun.model import attention, kernel_thresholds
 from wordrun.model.options import GPTConfig, LlamaConfig
 
 T = 592  # of 5 blocks, the last with 80 tokens
@@ -28,7 +28,7 @@ NUMBERS = torch.stack([
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use FlexAttention without its compiler, and its gradients, which torch has for CPUs but refuses."""
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(attention, "_compiled_flex_kernel", lambda: flex_attention.flex_attention)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)  # not in 2.8
 
@@ -37,7 +37,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS * 0, NUMBERS[:, torch.randperm(T)]], ids=["some", "one", "mixed"])
 def test_blocks_are_those_of_the_whole_mask(numbers: Tensor, span: int) -> None:
     """A block is left out if none of its tokens attend to each other, and computed without a mask if all do."""
-    ((size, found),) = flex.block_masks(numbers, [span]).items()
+    ((size, found),) = attention.block_masks(numbers, [span]).items()
     assert size == min(span, T)
     ahead = torch.arange(T)[:, None] - torch.arange(T)
     allowed = (numbers[:, :, None] == numbers[:, None]) & (ahead >= 0) & (ahead < span)
@@ -68,7 +68,7 @@ def test_flex_attention_is_attention_under_the_mask(window: int | None) -> None:
     q = torch.randn(2, 4, T, 16, requires_grad=True)
     k, v = (torch.randn(2, 2, T, 16, requires_grad=True) for _ in range(2))
     dense = (NUMBERS[:, None, :, None] == NUMBERS[:, None, None, :]).tril()
-    masks = flex.block_masks(NUMBERS, [T, 171])
+    masks = attention.block_masks(NUMBERS, [T, 171])
     assert [*masks] == [171, T]
     masks = tree_map(lambda leaf: leaf, masks)  # as FSDP does with arguments, to cast those with a fraction
     ours = attention.causal_attention(q, k, v, 0.0, masks, 0.3, window)

@@ -1,27 +1,31 @@
-"""Causal attention over all earlier tokens, the last ones of them, or those in the same document.
+"""Causal attention over all earlier tokens, over a window of them, or within documents; and the masks for documents.
 
-Shapes: B sequences, T queries, S keys, N query heads, M key heads, H head size.
+``causal_attention`` chooses the implementation: torch's fused kernels, products with all weights in memory (on CPUs,
+where that is faster), window by window, document by document, or torch's FlexAttention, which skips blocks of tokens.
+
+Shapes: B sequences, T queries, S keys, n blocks of tokens, N query heads, M key heads, H head size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wordrun.dist import torch_private
-from wordrun.model import flex
 from wordrun.model.dropout import dropout
 from wordrun.model.kernel_thresholds import keeps_weights, skips_blocks
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the import takes as long as that of torch's compiler
     from torch.nn.attention.flex_attention import BlockMask
 
+BLOCK = 128
+"""Tokens in a block; FlexAttention's default, for which its kernels are tuned."""
 Runs = tuple[int | Tensor, ...]
 """The tokens of all sequences, in order: the lengths of documents, and masks (n, n) for n tokens in short documents."""
 
@@ -38,7 +42,8 @@ class UncompiledRuns:
 
 
 Mask = Tensor | Runs | UncompiledRuns | dict[int, "BlockMask"]
-"""Which tokens attend to which. A tensor (B, 1, T, T): True where they do. A dictionary: see ``flex``."""
+"""Which tokens attend to which. A tensor (B, 1, T, T): True where they do. A dictionary: see
+``block_masks``."""
 
 
 def document_mask(
@@ -58,7 +63,7 @@ def document_mask(
     """
     (B, T), device = documents.shape, documents.device.type
     if skips_blocks(device, B * T * T, p, head_size):
-        return flex.block_masks(documents, spans)
+        return block_masks(documents, spans)
     if device == "cpu" and not torch.compiler.is_compiling():
         ends = (documents.diff(dim=1, append=documents[:, -1:] + 1).flatten() != 0).nonzero().flatten() + 1
         lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -112,7 +117,7 @@ def causal_attention(
     if isinstance(mask, tuple):
         return _by_document(q, k, v, p, mask, scale, window)
     if isinstance(mask, dict):
-        return flex.attention(q, k, v, mask[min(window or k.shape[2], k.shape[2])], scale)
+        return block_sparse_attention(q, k, v, mask[min(window or k.shape[2], k.shape[2])], scale)
     if window is not None and window < k.shape[2]:
         return _windowed(q, k, v, p, mask, scale, window)
     bf16, compiled = q.dtype == torch.bfloat16, torch.compiler.is_compiling()
@@ -219,3 +224,70 @@ def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
     if q.device.type == "cuda":
         return mask is None and q.dtype in (torch.float16, torch.bfloat16)
     return q.device.type == "cpu" and torch_private.CPU_SHARES_HEADS
+
+
+def block_masks(documents: Tensor, spans: Iterable[int]) -> dict[int, BlockMask]:
+    """Return FlexAttention's masks of causal attention within ``documents`` (B, T), by the span that each is for.
+
+    They have no T x T values: for each block of 128 tokens there is a list of the blocks of keys that its queries need,
+    and within those the mask is computed where it is used. Blocks of tokens that share no document are skipped.
+
+    Args:
+        documents: document number of each token.
+        spans: the largest number of tokens to which a token attends, for each kind of block of the model.
+    """
+    T = documents.shape[1]
+    return {span: _block_mask(documents, span) for span in sorted({min(span, T) for span in spans})}
+
+
+def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
+    """Return FlexAttention (B, N, T, H) of ``q`` (B, N, T, H) to ``k`` and ``v`` (B, M, T, H) under ``mask``."""
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # which does not cover FlexAttention
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    y: Tensor = _flex_kernel()(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return y
+
+
+def _flex_kernel() -> Callable[..., Any]:
+    """Return FlexAttention, compiled unless it is being compiled already: uncompiled, it would compute all weights."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel: Any = flex_attention
+    return kernel if torch.compiler.is_compiling() else _compiled_flex_kernel()  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex_kernel() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _block_mask(documents: Tensor, span: int) -> BlockMask:
+    """Return the mask of causal attention to ``span`` tokens within ``documents`` (B, T)."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    T, device = documents.shape[1], documents.device
+    n = -(-T // BLOCK)
+    padded = documents[:, torch.arange(n * BLOCK, device=device).clamp(max=T - 1)]
+    low, high = torch.aminmax(padded.view(-1, n, BLOCK), dim=-1)
+    number = torch.arange(n, device=device)
+    ahead = (number[:, None] - number) * BLOCK  # of the first query to the first key; in a block, they differ by less
+    shares = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
+    some = shares & (ahead >= 0) & (ahead - BLOCK + 1 < span)
+    alike = (low == high)[:, :, None] & (low == high)[:, None, :]
+    full = some & alike & (ahead > 0) & (ahead + BLOCK - 1 < span)
+
+    def attends(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = query >= key if span >= T else (query >= key) & (query - key < span)
+        return near & (documents[b, query] == documents[b, key])
+
+    lists = (*_lists(some & ~full), *_lists(full))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=(T, T))
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many are True in each row of ``blocks`` (B, n, n), (B, 1, n), and the order that puts them first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

@@ -1,23 +1,34 @@
-"""LoRA (Hu et al. 2021): frozen weights, and a trained product of two thin matrices beside each of some layers."""
+"""LoRA (Hu et al. 2021): frozen weights, and a trained product of two thin matrices beside each of some layers.
+
+A checkpoint of a LoRA run holds adapters only. It names the base model, whose weights they were trained beside, with a
+checksum by which ``describe_base`` recognizes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
+from wordrun import dist
+from wordrun.common import files
 from wordrun.common.errors import ConfigError
-from wordrun.model.base import LazyWeights
+from wordrun.config.schema import Config
+from wordrun.model.base import LazyWeights, Model
 from wordrun.model.dropout import Dropout
 from wordrun.model.options import TransformerConfig
 
 A, B = "lora_a", "lora_b"
 """Names of the two matrices, (rank, inputs) and (outputs, rank), beside the layer's weight."""
+HF = "hf:"
+"""Begins the name of a model in Hugging Face's format."""
 DIGEST = "2:"
 """Begins a checksum of all tensors; until 0.1, it was one of the 1-d tensors, which some models do not have."""
 DIGEST_VALUES = 2**18
@@ -102,3 +113,61 @@ def digest_like(stored: str, base: Mapping[str, Tensor], model: nn.Module) -> st
         if parameter.dim() == 1:
             found.update(base[name].float().numpy().tobytes())
     return found.hexdigest()
+
+
+def base_source(cfg: Config, stored: Mapping[str, Any]) -> str | None:
+    """Return where a run with ``cfg`` reads its initial weights: train.init_from or, for LoRA, what is known to be it.
+
+    A run that is resumed with the same train.init_from takes the checkpoint that it began with, although that run may
+    have newer ones by now.
+
+    Args:
+        cfg: the config.
+        stored: the manifest of the checkpoint from which the run is resumed, or nothing.
+    """
+    source = cfg.train.init_from
+    then = stored.get("config", {}).get("train", {}).get("init_from")
+    if not cfg.lora_rank or "base" not in stored or source != then:
+        return source
+    known = str(stored["base"]["source"])
+    return known if Path(known).exists() else source  # the folder of the base may have been moved
+
+
+def describe_base(
+    weights: Mapping[str, Tensor],
+    model: Model,
+    folder: Path | None,
+    cfg: Config,
+    world: dist.World,
+    stored: Mapping[str, Any],
+) -> dict[str, str]:
+    """Return a manifest's entry about the base model; every rank must call this.
+
+    Args:
+        weights: of the base model; rank 0 alone reads them.
+        model: the base model, on the meta device.
+        folder: the checkpoint from which they are; None: they are in Hugging Face's format.
+        cfg: the config.
+        world: the ranks.
+        stored: the manifest of the checkpoint from which the run is resumed, or nothing.
+
+    Raises:
+        ConfigError: the adapters in ``stored`` were trained with another base model.
+    """
+    source = str(folder or cfg.train.init_from)
+    name = source.removeprefix(HF)
+    if folder is None and Path(name).expanduser().exists():  # else the name of a model
+        source = HF + str(files.absolute(name))
+    known = stored.get("base")
+    found = None
+    if world.rank == 0:
+        same = known is None or digest_like(known["digest"], weights, model) == known["digest"]
+        found = [digest(weights, model), same]
+    checksum, same = dist.broadcast(found, world)
+    if known and not same:
+        raise ConfigError(
+            f"train.init_from={cfg.train.init_from}: {source} has other weights than {known['source']} had when the "
+            f"adapters in the checkpoint began to train: use train.init_from={known['source']} with its original "
+            "weights, or a copy of them"
+        )
+    return {"source": source, "digest": checksum}

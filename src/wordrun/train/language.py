@@ -30,7 +30,7 @@ from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences, ValidationTokens
 from wordrun.dist.mesh import Layout
-from wordrun.model import lora, lora_base, pretrained
+from wordrun.model import lora, pretrained
 from wordrun.model.base import Model
 from wordrun.model.construction import meta_model, new_model
 from wordrun.model.generate import generate, predictor, why_silent
@@ -166,7 +166,7 @@ class LanguageTask(Task):
     ) -> Mapping[str, torch.Tensor] | None:
         """Return the weights that train.init_from names or, if LoRA is resumed, those that it began with."""
         cfg, folder = self.cfg, None
-        source = lora_base.source_of(cfg, stored)
+        source = lora.base_source(cfg, stored)
         if source is None:
             return None
         if source.startswith("hf:"):
@@ -174,7 +174,7 @@ class LanguageTask(Task):
         else:
             folder, weights = self.weights_in(source, world)
         if cfg.lora_rank:
-            self.base = lora_base.described(weights, self.initial_model, folder, cfg, world, stored)
+            self.base = lora.describe_base(weights, self.initial_model, folder, cfg, world, stored)
         return weights
 
     @property
