@@ -34,6 +34,7 @@ from wordrun.backend.sharded_tensors import full, local
 from wordrun.backend.step_timer import StepTimer
 from wordrun.dist.mesh import blocks_of
 from wordrun.model.construction import materialize, meta_model
+from wordrun.model.output_layer import cross_entropy
 from wordrun.model.transformer import Transformer
 from wordrun.plan.estimator import Estimator
 from wordrun.plan.memory import memory
@@ -89,7 +90,7 @@ def bare(trainer: wordrun.Trainer) -> Step:
     if name == "PP":
         part = new(blocks_of(rank, ranks, cfg.transformer.n_layer))
         stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, 2, lambda logits, targets: part.criterion(logits, targets).mean())
+        schedule = Schedule1F1B(stage, 2, lambda logits, targets: cross_entropy(logits, targets).mean())
         parameters = list(part.parameters())
         optimizer = adamw(AdamWConfig(), part.named_parameters())
 

@@ -17,9 +17,9 @@ from wordrun import model as models
 from wordrun.data.batch import Batch
 from wordrun.model import attention
 from wordrun.model.generate import generate
-from wordrun.model.llama import rotary_table, rotate
 from wordrun.model.modern import ngrams
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
+from wordrun.model.rotary import rotary_table, rotate
 from wordrun.model.transformer import Transformer
 from wordrun.train.optim.adamw import adamw
 from wordrun.train.optim.options import AdamWConfig
@@ -90,7 +90,7 @@ def test_attention_can_be_kept_within_documents(cfg: TransformerConfig, dropout:
     """Of 6 documents; a CPU computes each by itself if their mean length is at least 64."""
     model = models.build(replace(cfg, block_size=n), V, seed=1)
     for block in model.blocks.values():
-        block.attention.dropout = dropout  # with some, a CPU takes another way
+        block.attention.attend.dropout = dropout  # with some, a CPU takes another way
     x = tokens(T=n)
     documents = torch.zeros_like(x)
     documents[0, 5:] += 1

@@ -81,8 +81,6 @@ class Model(nn.Module):
     """Whether ``losses`` computes them in fp32 from outputs of any dtype, so that it needs no autocast."""
     chunked_loss: bool | None = None
     """Whether to turn logits into their gradients chunk by chunk, if the model can; None: if there are many."""
-    uncompiled: tuple[str, ...] = ()
-    """Methods that are not traced when the complete model is compiled."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
     _seen: list[Any] | None = None
@@ -139,11 +137,6 @@ class Model(nn.Module):
         """Return the load of each expert in the last step relative to the mean of its block, (blocks, experts), 0 for
         the blocks of other pipeline stages; None: there are no experts."""
         return None
-
-    def leave_uncompiled(self) -> None:
-        """Prepare for being compiled as a whole; any module that is compiled may have this method."""
-        for name in self.uncompiled:
-            setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
     def logits_at(self, tokens: Tensor, at: int, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the logits (B, V) at position ``at`` of ``tokens`` (B, T), for models of text.

@@ -17,13 +17,12 @@ from wordrun.dist import torch_private
 from wordrun.model import kernel_thresholds
 
 
-def applies(head: nn.Module) -> bool:
-    """Return whether this rank has the weights of the output layer ``head``, or the rows of its tensor-parallel shard.
+def applies(weight: Any) -> bool:
+    """Return whether this rank has the ``weight`` of the output layer, or the rows of its tensor-parallel shard.
 
     It has not if the module itself gathers them, as with DeepSpeed's stage 3.
     """
-    weight: Any = head.weight
-    if type(head) is not nn.Linear or weight.dim() != 2:
+    if weight.dim() != 2:
         return False
     if not torch_private.is_sharded(weight):
         return type(weight) is nn.Parameter

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from wordrun.common.errors import ConfigError
 from wordrun.config.registry import part_of
+from wordrun.model import lora
 from wordrun.model.base import Model
 from wordrun.model.options import ModelConfig, TransformerConfig
 from wordrun.model.plain_module import adapt, check_losses
@@ -59,6 +60,8 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
         ) from None
     with part.blamed(" on the meta device, where tensors have no values"), torch.device("meta"), _WithoutReferences():
         model = make(cfg, **arguments)
+        if isinstance(model, Transformer) and model.cfg.lora_rank:
+            lora.adapt(model, model.cfg)
     try:
         check_losses(model)
         _to_meta(model)

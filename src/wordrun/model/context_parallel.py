@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens on this rank, n ranks, N query heads, M key heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ class Context:
         """Return the positions, (tokens,), of this rank's ``tokens`` tokens of a sequence."""
         return chunks(tokens * self.size, self.size, device)[self.rank]
 
-    def part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of ``x`` (B, n T, ...), (B, T, ...)."""
+    def share(self, x: Tensor) -> Tensor:
+        """Return this rank's share of ``x`` (B, n T, ...), (B, T, ...)."""
         return x[:, self.positions(x.shape[1] // self.size, x.device)]
 
     @torch.no_grad()
@@ -126,7 +126,8 @@ class Context:
             few = max(1, k.shape[1] // self.size)
             of_heads = few * q.shape[1] // k.shape[1], few, few
             groups = zip(*(torch.split(x, n, dim=1) for x, n in zip((q, k, v), of_heads, strict=True)), strict=True)
-            found = [_Gathered.apply(*group, self, mask, scale, window) for group in groups]  # type: ignore[no-untyped-call]
+            attend = partial(causal_attention, p=0.0, scale=scale, window=window)
+            found = [_Gathered.apply(*group, self, mask, attend) for group in groups]  # type: ignore[no-untyped-call]
             return torch.cat(found, dim=1)
         n, sizes = self.size, [x.shape[1] // self.size for x in (q, k, v)]
         B, _, T, H = q.shape
@@ -152,21 +153,6 @@ class Context:
                     mask = (documents[:, None, first:end, None] == documents[:, None, None, :end]).tril(first)
                 begin = half * count + start
                 yield slice(begin, begin + end - first), end, mask
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: float,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    context: Context | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Return ``causal_attention``, over the tokens of all ranks of ``context`` if there is one."""
-    compute = context.attention if context else causal_attention
-    return compute(q, k, v, p, mask, scale, window)
 
 
 def positions_of(tokens: int, device: torch.device, start: int = 0, context: Context | None = None) -> Tensor:
@@ -205,14 +191,13 @@ class _Gathered(torch.autograd.Function):
         v: Tensor,
         context: Context,
         documents: Tensor | None,
-        scale: float | None,
-        window: int | None,
+        attend: Callable[..., Tensor],
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, *([] if documents is None else [documents]))
-        ctx.context, ctx.options = context, (scale, window)
+        ctx.context, ctx.attend = context, attend
         k, v = context.complete(k, v)
         found = [
-            causal_attention(q[:, :, rows], k[:, :, :end], v[:, :, :end], 0, mask, scale, window)
+            attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], mask=mask)
             for rows, end, mask in context.blocks(q.shape[2], documents)
         ]
         return torch.cat(found, dim=2)
@@ -225,10 +210,10 @@ class _Gathered(torch.autograd.Function):
         for rows, end, mask in context.blocks(q.shape[2], *documents):
             some = [each.detach().requires_grad_() for each in (q[:, :, rows], *kv[:, :, :, :end])]
             with torch.enable_grad():
-                y = causal_attention(*some, 0, mask, *ctx.options)  # type: ignore[call-arg]
+                y = ctx.attend(*some, mask=mask)
             d_q[:, :, rows], *of_keys = torch.autograd.grad(y, some, gradients[0][:, :, rows])
             d_kv[:, :, :, :end] += torch.stack(of_keys)
         parts = context.by_rank(d_kv, dim=3).unflatten(3, (context.size, -1)).movedim(3, 0)
         mine = torch.empty_like(parts[0])
         torch_private.reduce_scatter_single(mine, parts.flatten(0, 1), group=context.group)
-        return d_q, *mine.type_as(q), None, None, None, None
+        return d_q, *mine.type_as(q), None, None, None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from wordrun.model import mup
 from wordrun.model.attention import Mask
-from wordrun.model.block import Block
-from wordrun.model.context_parallel import Context, attention, positions_of
+from wordrun.model.block import Block, CausalAttention
+from wordrun.model.context_parallel import Context, positions_of
 from wordrun.model.dropout import Dropout
 from wordrun.model.kv_cache import KVCache
 from wordrun.model.norms import LayerNorm
@@ -31,24 +31,28 @@ class Attention(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.head_size = cfg.n_embd // cfg.n_head
-        self.dropout, self.scale = cfg.dropout, mup.attention_scale(cfg)
         # Rows are ordered by head, and by q, k, v within a head, so that tensor-parallel ranks get complete heads.
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
+        self.attend = CausalAttention(cfg.dropout, mup.attention_scale(cfg))
         self.drop = Dropout(cfg.dropout)
 
     def forward(
         self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, context: Context | None = None
     ) -> Tensor:
-        """Let each token attend to itself and earlier tokens; arguments and result as in ``Block.forward``."""
+        """Let each token attend to itself and to earlier tokens; ``x`` and the result are (B, T, C).
+
+        Args:
+            x: the normalized residual stream.
+            cache: as in ``Block.forward``.
+            mask: as in ``Block.forward``.
+            context: as in ``CausalAttention.forward``.
+        """
         B, T, _ = x.shape
         heads = self.qkv(x).view(B, T, -1, 3, self.head_size)
         # Each (B, N, T, H). With unbind first, the backward pass assembles the gradients in one copy.
         q, k, v = (each.transpose(1, 2) for each in heads.unbind(3))
-        if cache is not None:
-            k, v = cache.append(k, v)
-        y = attention(q, k, v, self.dropout if self.training else 0.0, mask, self.scale, context)
-        return self.drop(self.proj(y.transpose(1, 2).reshape(B, T, -1)))  # type: ignore[no-any-return]
+        return self.drop(self.proj(self.attend(q, k, v, cache, mask, context)))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

@@ -16,8 +16,8 @@ from wordrun.common.errors import UserError
 from wordrun.common.section import value_text
 from wordrun.model import huggingface_experts, lora
 from wordrun.model.construction import meta_model
-from wordrun.model.llama import TRAINED_LENGTH
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, MoEConfig, TransformerConfig
+from wordrun.model.rotary import TRAINED_LENGTH
 
 GPT2_NAMES = {
     "tokens": "transformer.wte",

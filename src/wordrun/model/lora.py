@@ -50,13 +50,13 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_a), self.lora_b)
 
 
-def adapt(model: nn.Module, blocks: nn.ModuleDict, cfg: TransformerConfig) -> None:
+def adapt(model: Model, cfg: TransformerConfig) -> None:
     """Freeze ``model``, and give the layers ``cfg.lora_targets`` of its blocks adapters.
 
     Raises:
         ConfigError: a block has no linear layer of this name.
     """
-    for block in blocks.values():
+    for block in model.blocks.values():
         layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
         for name in cfg.lora_targets or layers:
             if name not in layers:

@@ -63,12 +63,12 @@ class Modern(llama.Llama):
         self, cfg: ModernConfig, vocab_size: int, layers: Sequence[int] | None = None, multiple: int = 1
     ) -> None:
         super().__init__(cfg, vocab_size, layers, multiple)
-        self.softcap = cfg.softcap
-        shared = cfg.attention_width() * (cfg.n_kv_head or cfg.n_head) // cfg.n_head
+        if self.is_last:
+            self.head.bound_logits(cfg.softcap)
+        shared = cfg.attention_width() * cfg.key_heads() // cfg.n_head
         here = [layer for layer in self.layers if layer in cfg.layers_with_values()]
         if here:
             self.values = nn.ModuleDict({str(layer): nn.Embedding(self.vocab_size, shared) for layer in here})
-            self.values.requires_grad_(not cfg.lora_rank)  # LoRA has frozen the rest
 
     @property
     def first_layers(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -107,7 +107,7 @@ class Modern(llama.Llama):
             tokens, documents = context.gathered(tokens), None if documents is None else context.gathered(documents)
         keys = ngrams(tokens, len(self.ngrams), cache, documents)
         for embedding, rows, key in zip(self.ngrams, self.cfg.ngram_rows, keys, strict=True):
-            x = x + embedding((context.part(key) if context else key) % rows)
+            x = x + embedding((context.share(key) if context else key) % rows)
         if self.cfg.embed_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=self.cfg.norm_eps)
         return self.drop(x)  # type: ignore[no-any-return]
@@ -140,8 +140,6 @@ class Modern(llama.Llama):
         for name, module in self.named_children():
             if name in tables:
                 plan |= {f"{name}.{key}": tables[name] for key, _ in module.named_children()}
-        if not self.cfg.norm_weights:  # a norm of heads then has nothing to shard
-            plan = {name: style for name, style in plan.items() if not name.endswith(("q_norm", "k_norm"))}
         return plan
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from wordrun.dist import torch_private
 from wordrun.model.base import Rows
-from wordrun.model.block import Block, TokenBatch
+from wordrun.model.block import Block
 from wordrun.model.context_parallel import Context
 from wordrun.model.dropout import Dropout
 from wordrun.model.expert_parallel import Exchange, rows_of_rank
+from wordrun.model.language_model import TokenBatch
 from wordrun.model.llama import GATES, MLP, Attention, Llama
 from wordrun.model.options import MoEConfig
 
