@@ -75,9 +75,9 @@ def document_mask(
 
 
 LONG = 64
-"""Mean number of tokens in a document from which a CPU is faster with each document by itself (measured)."""
+"""Mean number of tokens in a document from which on a CPU is faster with each document by itself (measured)."""
 TOGETHER = 256
-"""Most tokens in shorter documents that it computes together, under one mask."""
+"""Most tokens of shorter documents whose attention a CPU computes together, under one mask."""
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[int | Tensor]:
@@ -288,6 +288,6 @@ def _block_mask(documents: Tensor, span: int) -> BlockMask:
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many are True in each row of ``blocks`` (B, n, n), (B, 1, n), and the order that puts them first."""
+    """Return how many of each row of ``blocks`` (B, n, n) are True, (B, 1, n), and the order that puts these first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

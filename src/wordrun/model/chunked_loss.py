@@ -1,5 +1,8 @@
 """Cross entropy of an output layer with a large vocabulary, whose logits exist once and in the compute dtype.
 
+``train.chunked_loss`` chooses it, and ``OutputLayer.losses`` calls it. As in Liger Kernel's fused linear cross entropy
+(Hsu et al. 2024), the forward pass already computes the gradient of the logits, in their place.
+
 Shapes: N tokens, C features, V vocabulary with padding, or this rank's shard of it.
 """
 
@@ -20,7 +23,7 @@ from wordrun.model import kernel_thresholds
 def applies(weight: Any) -> bool:
     """Return whether this rank has the ``weight`` of the output layer, or the rows of its tensor-parallel shard.
 
-    It has not if the module itself gathers them, as with DeepSpeed's stage 3.
+    It has neither if a wrapper gathers the weights while the module is called, as DeepSpeed does with stage 3.
     """
     if weight.dim() != 2:
         return False
@@ -30,9 +33,9 @@ def applies(weight: Any) -> bool:
 
 
 def on_this_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
-    """Return all of the features ``x``, this rank's rows of ``weight``, and the group of ranks that have the others.
+    """Return all of the features ``x``, this rank's rows of ``weight``, and the group of ranks that have other rows.
 
-    The gradient of ``x`` becomes the sum over these ranks, that of ``weight`` a shard as it is.
+    The backward pass adds up the gradient of ``x`` over these ranks. The gradient of ``weight`` is a shard, as it is.
     """
     if not torch_private.is_sharded(weight):
         return x, weight, None

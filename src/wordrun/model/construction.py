@@ -1,4 +1,4 @@
-"""Build the model that a config describes: first its shapes, then its weights."""
+"""Builds the model that a config describes: first its shapes on the meta device, then its memory and weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wordrun.model.transformer import Transformer
 
 M = TypeVar("M", bound=Model)
 DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
-"""Functions that fill a tensor with random numbers."""
+"""Functions that fill a tensor with random numbers, which does nothing on the meta device."""
 
 
 def meta_model(
@@ -88,10 +88,10 @@ def _to_meta(model: nn.Module) -> None:
 
 
 class _WithoutReferences(TorchFunctionMode):
-    """Replaces functions that torch implements on the meta device only in Python, importing its compiler for them."""
+    """Replaces functions that torch implements for the meta device in Python, since these import its compiler."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``function``, or what has the same effect."""
+        """Call ``function``, or do what has the same effect."""
         kwargs = kwargs or {}
         if function in DRAWING:  # there is nothing to fill
             return args[0] if args else kwargs["tensor"]

@@ -31,13 +31,14 @@ def chunks(tokens: int, ranks: int, device: torch.device) -> Tensor:
 class Context:
     """The ranks among which each sequence is divided.
 
-    Not a dataclass: with mixed precision, FSDP copies those that a module is called with, to cast their fields.
+    It is not a dataclass: with mixed precision, FSDP copies dataclasses that a module is called with, to cast their
+    fields.
 
     Args:
         group: their process group.
         kind: how attention reaches the other ranks' tokens: heads or gather (see ``_attention``).
-        compiled: whether the model is compiled. Its attention is not: collectives and the choice of blocks take little
-            time.
+        compiled: whether the model is compiled. The attention among ranks stays uncompiled: collectives and the choice
+            of blocks take little time.
     """
 
     def __init__(self, group: Any, kind: str, *, compiled: bool = False) -> None:
@@ -91,7 +92,13 @@ class Context:
         return losses / self.size
 
     def mask(self, documents: Tensor, *facts: Any, compiled: bool = False) -> Mask:
-        """Return what ``attention`` needs to keep within ``documents`` (B, T); ``facts`` as for ``document_mask``."""
+        """Return the ``mask`` that keeps ``attention`` within ``documents`` (B, T).
+
+        Args:
+            documents: document number of each of this rank's tokens.
+            facts: further arguments of ``document_mask``.
+            compiled: whether the mask is for compiled blocks.
+        """
         complete = self.gathered(documents)
         return document_mask(complete, *facts, compiled=compiled) if self.kind == "heads" else complete
 
@@ -143,7 +150,11 @@ class Context:
         return self.in_order(self._gather(torch.stack([k, v])).movedim(0, 3).flatten(3, 4), dim=3)
 
     def blocks(self, tokens: int, documents: Tensor | None = None) -> Iterator[tuple[slice, int, Tensor | None]]:
-        """Yield some of this rank's ``tokens`` at a time: which, how many keys precede their end, and their mask."""
+        """Yield at most ``ROWS`` of this rank's ``tokens`` at a time.
+
+        Yields:
+            Which of this rank's tokens; the number of keys up to the last of them; their mask, if there are documents.
+        """
         count = tokens // 2
         for half, chunk in enumerate((self.rank, 2 * self.size - 1 - self.rank)):
             for start in range(0, count, ROWS):
@@ -174,6 +185,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, group: Any, divided: int, joined: int) -> Tensor:
+    """Return what all ranks send to this one, joined along ``joined``; ``x`` is divided along ``divided``."""
     sent = torch.stack(x.chunk(dist.get_world_size(group), dim=divided))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

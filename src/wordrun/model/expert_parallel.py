@@ -1,4 +1,6 @@
-"""Expert parallelism: each rank has some of the experts, and tokens go to the rank of their expert and back.
+"""Expert parallelism: each rank has some of the experts, and tokens travel to the rank of their expert and back.
+
+GShard (Lepikhin et al. 2020), without a capacity: all-to-all collectives send as many tokens as there are.
 
 Shapes: n ranks, E experts, N tokens on this rank, C features.
 """
@@ -18,7 +20,7 @@ from wordrun.dist import torch_private
 
 @dataclass(frozen=True)
 class Exchange:
-    """The ranks among which the experts are divided: the first E / n are those of rank 0, and so on."""
+    """The ranks among which the experts are divided: rank 0 has the first E / n experts, rank 1 the next, and so on."""
 
     group: Any
     """Their process group."""
@@ -26,10 +28,10 @@ class Exchange:
     """Their number."""
 
     def __call__(self, experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return what the experts of all ranks make of ``tokens``, (N, C).
+        """Return the outputs of the experts of all ranks for ``tokens``, (N, C); every rank must call this.
 
         Args:
-            experts: applies this rank's experts, given tokens sorted by expert and how many each has.
+            experts: returns the outputs of this rank's experts, given tokens sorted by expert and how many each has.
             tokens: sorted by expert, (N, C).
             counts: how many of them each expert has, (E,).
         """
@@ -61,16 +63,17 @@ class _Sent(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Return the ``received`` rows from each rank, after sending ``sent`` rows of ``x`` to each."""
     arrived = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(arrived, x.contiguous(), list(received), list(sent), group=group)
     return arrived
 
 
 def rows_of_rank(weight: Tensor, ranks: int) -> Tensor:
-    """Return this rank's rows of ``weight``, whose gradient is divided by the number of ``ranks``.
+    """Return this rank's rows of ``weight``, the gradient of which is divided by the number of ``ranks``.
 
-    The tokens of all ranks contribute to it, and the loss is the mean over them. ``fully_shard`` divides only by the
-    number of ranks that have the same experts.
+    The tokens of all ranks contribute to the gradient, and the loss is the mean over the ranks. ``fully_shard`` divides
+    only by the number of ranks that have the same experts.
     """
     mine = weight.to_local() if torch_private.is_sharded(weight) else weight
     return _Divided.apply(mine, ranks) if ranks > 1 else mine  # type: ignore[no-any-return,no-untyped-call]

@@ -1,4 +1,4 @@
-"""Generates text token by token."""
+"""Generates text token by token: sampling, and the KV cache that makes it fast."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def generate(
         on_tokens: called with each new column of tokens, (B,) on the CPU.
         stop: tokens any of which ends generation, if the first sequence draws it.
     """
-    # Always on the CPU, so that every device generates the same text.
+    # The generator is on the CPU, so that every device generates the same text.
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     first = max(0, prompt.shape[1] - block_size)

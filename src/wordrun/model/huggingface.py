@@ -1,5 +1,6 @@
-"""Converts weights and options to and from Hugging Face's transformers: GPT as GPT2LMHeadModel, Llama as one of
-``FAMILIES``, depending on its options. The library is not needed.
+"""Converts weights and options to and from Hugging Face's transformers.
+
+A GPT becomes a GPT2LMHeadModel, a Llama one of ``FAMILIES``, depending on its options. The library is not needed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ GPT2_NAMES = {
     "mlp.up": "mlp.c_fc",
     "mlp.proj": "mlp.c_proj",
 }
+"""Our names of modules mapped to those of GPT2LMHeadModel; the tables below are those of other models."""
 LLAMA_NAMES = {
     "tokens": "model.embed_tokens",
     "norm": "model.norm",
@@ -415,4 +417,5 @@ def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
 
 
 def _is_transposed(name: str, tensor: Tensor, cfg: TransformerConfig) -> bool:
+    """Return whether transformers stores our parameter ``name`` transposed."""
     return architecture(cfg).transposed and name.startswith("blocks.") and tensor.dim() == 2

@@ -69,13 +69,14 @@ def join(
 
 
 def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    """Return the tensors of these ``names``, concatenated by rows."""
     return torch.cat([theirs[name] for name in names])
 
 
 def _unstacked(
     theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], names: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return what ``join`` does of weights whose experts are stacked, and others as they are."""
+    """Return ``theirs`` and ``shapes`` with stacked experts named and shaped as the result of ``join``."""
     readers = {name: partial(theirs.__getitem__, name) for name in shapes}
     sizes = dict(shapes)
     for stacked, size in shapes.items():

@@ -137,7 +137,10 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class SyncBatchNorm(BatchNorm):
-    """On accelerators, torch's SyncBatchNorm, which refuses CPUs; there, the ranks' statistics are averaged."""
+    """Batch normalization with the statistics of all ranks: torch's SyncBatchNorm on accelerators, a mean on CPUs.
+
+    torch's own refuses CPUs.
+    """
 
     process_group = None
     """All ranks."""
@@ -187,3 +190,4 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": BatchNorm,
     "sync": SyncBatchNorm,
 }
+"""Normalization layers, made for a number of channels, by the names that model.norm takes."""

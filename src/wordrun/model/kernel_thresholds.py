@@ -1,4 +1,7 @@
-"""Which of their kernels models use: the plan needs to know it without importing torch."""
+"""From which sizes on models use which implementation of attention and loss.
+
+This file is free of torch, because the plan of memory reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,25 @@ LARGE = 2**24
 CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
 ROWS = 512
-"""Most queries that attend at a time to keys gathered from other ranks, so that their masks are small."""
+"""Most queries that attend at a time to the keys that were gathered from other ranks: it bounds the size of a mask."""
 SMALL_MASK = 2**22
-"""Values of an attention mask up to which its memory does not matter."""
+"""Number of values of an attention mask up to which its memory does not matter."""
 TRITON = find_spec("triton") is not None
-"""Whether there is a compiler for FlexAttention's kernels; looked up once, because a compiled model cannot."""
+"""Whether there is a compiler for FlexAttention's kernels. Looked up once: torch.compile cannot trace the look-up."""
 LEAST_HEAD = 16
-"""Elements of an attention head that FlexAttention needs on a GPU."""
+"""Least number of elements of an attention head that FlexAttention supports on a GPU."""
 
 
 def skips_blocks(device: str, values: int, p: float, head_size: int) -> bool:
     """Return whether attention within documents uses FlexAttention instead of a mask of that many ``values``.
 
-    On CPUs it has no backward pass, and none of its kernels has dropout.
+    On CPUs FlexAttention has no backward pass, and none of its kernels has dropout.
+
+    Args:
+        device: type of the device.
+        values: B T T for B sequences of T tokens.
+        p: dropout probability of the attention weights.
+        head_size: elements of a head.
     """
     suits = values > SMALL_MASK and p == 0 and head_size >= LEAST_HEAD
     return suits and device == "cuda" and TRITON
@@ -35,8 +44,8 @@ def keeps_weights(p: float, tokens: int, *, bf16: bool, compiled: bool = False) 
     """Return whether attention over ``tokens`` on a CPU materializes the T x T weights instead of using a fused kernel.
 
     torch's fused CPU kernel has no dropout, and its fallback draws from a slow Bernoulli. In bf16 the kernel takes
-    longer to set up its many small products than to compute them, except for long sequences. torch's compiler joins
-    what surrounds the products of unfused attention, which then is faster in fp32 as well, for short sequences.
+    longer to set up its many small products than to compute them, except for long sequences. torch's compiler fuses
+    what surrounds the products of unfused attention, which is then faster in fp32 as well, for short sequences.
 
     Args:
         p: dropout probability of the attention weights.

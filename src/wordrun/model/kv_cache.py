@@ -1,4 +1,4 @@
-"""KV cache: keys and values of earlier tokens, so that each new token costs a forward pass of that token only.
+"""KV cache: keys and values of earlier tokens, so that generating a token takes a forward pass of that token only.
 
 Shapes: B sequences, M key heads, T tokens, H head size.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of one block's attention."""
+    """Keys and values of one block's attention; the first block's also holds the last tokens, for n-grams."""
 
     def __init__(self) -> None:
         self.length = 0
-        self._last: Tensor | None = None  # tokens, (B, n)
-        self._kept: Tensor | None = None  # (2, B, M, capacity, H)
+        self._last: Tensor | None = None  # the last tokens, (B, n), which only ``with_earlier`` needs
+        self._kept: Tensor | None = None  # keys and values, (2, B, M, capacity, H), of which ``length`` tokens are used
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append new keys and values, (B, M, T, H), and return all keys and values, (B, M, length, H)."""
@@ -32,7 +32,7 @@ class KVCache:
         return k, v
 
     def with_earlier(self, tokens: Tensor, count: int) -> Tensor:
-        """Return ``tokens`` (B, T) after the last ``count`` tokens of earlier calls, or zeros: (B, count + T)."""
+        """Return ``tokens`` (B, T) after the last ``count`` tokens of earlier calls, or after zeros: (B, count + T)."""
         before = tokens.new_zeros(len(tokens), count) if self._last is None else self._last
         joined = torch.cat((before, tokens), 1)
         self._last = joined[:, joined.shape[1] - count :]

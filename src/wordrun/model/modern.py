@@ -1,4 +1,4 @@
-"""A GPT with what has made training faster since GPT-2, each part an option; the sources are beside them.
+"""A GPT with what has made training faster since GPT-2. Each change is an option, with its source beside it.
 
 Most were found or combined in the speed runs of modded-nanogpt (Jordan et al. 2024) and nanochat (Karpathy 2025).
 
@@ -31,7 +31,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 MULTIPLIER = 6364136223846793005
-"""Knuth's, of a linear congruential generator modulo 2^64."""
+"""Of Knuth's linear congruential generator modulo 2^64, with which n-grams are hashed."""
 
 
 class MLP(nn.Module):
@@ -144,8 +144,15 @@ class Modern(llama.Llama):
 
 
 def ngrams(tokens: Tensor, earlier: int, cache: KVCache | None, documents: Tensor | None) -> Iterator[Tensor]:
-    """Yield a number for each of ``tokens`` (B, T) together with the token before it, with the two before it, and so
-    on up to ``earlier``: (B, T), equal for equal n-grams. Before the first token of a document is token 0.
+    """Yield hashes of n-grams, (B, T) int64, for n = 2, 3, ..., ``earlier`` + 1; equal n-grams have equal hashes.
+
+    An n-gram is a token with the n - 1 tokens before it. Before the first token of a document is token 0.
+
+    Args:
+        tokens: (B, T).
+        earlier: n - 1 of the longest n-grams.
+        cache: has the tokens before these; None: there are none.
+        documents: (B, T) document number of each token; None: each sequence is one document.
     """
     T, key = tokens.shape[1], tokens
     joined = (cache or KVCache()).with_earlier(tokens, earlier)

@@ -33,7 +33,7 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 class SharedState:
-    """What the blocks of a model have in common."""
+    """What the blocks of a model share: the gradient of the losses, and the ranks that hold the sequences."""
 
     gradient: Tensor | None = None
     """The gradient of the losses (B,) of the batch whose backward pass is running; None: they are averaged."""
@@ -89,7 +89,7 @@ class _Balanced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of both: that of the balance loss is that of the sequence's loss."""
+        """Return the gradients of both; the balance loss of a sequence has the gradient of the sequence's loss."""
         gradient = ctx.shared_state.gradient
         if gradient is None:  # in a pipeline, only the last stage has the losses
             gradient = gradients[0].new_full(ctx.shape, 1 / ctx.shape[0])
@@ -182,7 +182,7 @@ class Experts(nn.Module):
         self.exchange = exchange
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Return what the experts make of their tokens, (N, C).
+        """Return the outputs of the experts for their tokens, (N, C).
 
         Args:
             x: the tokens of the first expert, then those of the second, and so on: (N, C).
@@ -241,7 +241,7 @@ class MixtureOfExperts(Llama):
     """How many tokens each expert got in the last step, on all ranks, (blocks, E)."""
 
     def new_block(self) -> Block:
-        if "shared_state" not in vars(self):
+        if "shared_state" not in vars(self):  # the constructor of Transformer calls this for each block
             self.shared_state = SharedState()
         return Block(self.new_norm(), Attention(self.cfg), self.new_norm(), MoE(self.cfg, self.shared_state))
 

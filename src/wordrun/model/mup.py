@@ -33,6 +33,7 @@ def scales(cfg: ModelConfig) -> bool:
 
 
 def _ratios(cfg: ModelConfig) -> tuple[float, float]:
+    """Return the ratios that decide what the model computes; both are 1 without muP."""
     return cfg.width_ratio(), cfg.head_ratio()
 
 
@@ -40,7 +41,7 @@ def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig
     """Return the ``weights`` of a model with the options ``theirs`` for a model of the same shape with ``ours``.
 
     Raises:
-        ConfigError: only the other way round, from muP to the plain model, can they be converted.
+        ConfigError: ``ours`` uses muP, with other ratios; only weights for a plain model can be converted.
         UserError: a factor has no weight to go into.
     """
     if _ratios(theirs) == _ratios(ours):

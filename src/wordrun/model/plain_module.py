@@ -1,4 +1,4 @@
-"""Makes a model of a plain ``nn.Module`` that has a method ``losses(batch)``."""
+"""Turns a plain ``nn.Module`` with a method ``losses(batch)`` into a ``Model`` that backends can train."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class PlainModel(Model):
         if self._values is None:
             made = self._constructed(seed)
             self._values = dict([*_named(made.named_parameters), *_named(made.named_buffers)])
-        module = self if module is None else module  # an empty list of modules is false
+        module = self if module is None else module  # not ``or``: an empty ModuleList is falsy
         for tensors in (module.named_parameters, module.named_buffers):
             for name, tensor in _named(tensors, prefix.rstrip("."), recurse):
                 tensor.copy_(self._values[name])
-        if module is self:  # which is initialized last
+        if module is self:  # backends initialize the submodules first
             self._values = None
 
     def _constructed(self, seed: int) -> nn.Module:
+        """Return another such module on the CPU, whose constructor drew its weights with ``seed``."""
         with torch.random.fork_rng([]), torch.device("cpu"):
             torch.manual_seed(seed)
             return self._construct()

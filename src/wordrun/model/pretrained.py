@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format, read one at a time, so that no process has to hold the full model."""
+"""Reads weights in Hugging Face's format, one tensor at a time, so that no process has to hold the full model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ KINDS = {
 }
 """transformers' model types mapped to our options class, a display name and a preset."""
 INDEX = ".index.json"
+"""Ends the name of the file that says which of several files holds which weight."""
 FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Names of the weights file, or prefixes of the index of several files; the first format found is used."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""The name of a model on Hugging Face's hub."""
 
 
 def fetch(source: str) -> Path:
@@ -116,6 +118,7 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
 
 
 def _convert(files: Mapping[str, Tensor], name: str, theirs: str, cfg: TransformerConfig) -> Tensor:
+    """Return the tensor ``theirs`` of ``files`` as our parameter ``name``."""
     return to_ours(name, files[theirs], cfg)
 
 
