@@ -157,7 +157,8 @@ class TorchBackend:
         """Return the loss of each example of ``batch``, (B,), as ``losses`` does, through the model's ``wrapper``."""
         model = self.parts[0]
         with self.forward_context():
-            losses = (model if wrapper is None else wrapper)(LossesOf(batch, outputs))
+            asked = LossesOf(batch, outputs)
+            losses = asked.computed_by(model) if wrapper is None else wrapper(asked)
             return full(checked(losses, batch, self.model_options, self.device))
 
     @torch.no_grad()

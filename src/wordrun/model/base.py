@@ -21,7 +21,7 @@ Larger ones are drawn on their own device: the CPU would take seconds for each.
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights by name, each read on access by its function in ``readers``."""
+    """Weights by name. Each is read when it is accessed, by its function in ``readers``."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._readers = readers
@@ -42,14 +42,22 @@ class LazyWeights(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class LossesOf:
-    """The argument with which ``Model.__call__`` computes the losses of a batch, instead of the forward pass.
+    """The losses of a batch, as an argument for wrappers that can only call a model, such as DistributedDataParallel.
 
-    Wrappers of a model, such as DistributedDataParallel, can only call it.
+    A model that is called with it computes the losses, for which it calls itself with the tensors.
     """
 
     batch: Any
     outputs: list[Tensor] | None = None
     """Where to append the outputs from which metrics are computed; None: they are not needed."""
+
+    def computed_by(self, model: Model) -> Tensor:
+        """Return the loss of each example, (B,), in one forward pass of ``model``."""
+        if self.outputs is None:
+            return model.losses(self.batch)
+        losses, outputs = model.losses_and_outputs(self.batch)
+        self.outputs.append(outputs)
+        return losses
 
 
 @dataclass(frozen=True)
@@ -84,22 +92,17 @@ class Model(nn.Module):
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
     _seen: list[Any] | None = None
-    """Where to keep the results of forward passes. (torch ignores a hook that is registered after a module was
-    compiled.)"""
+    """Where ``losses_and_outputs`` collects the results of forward passes; None: nowhere. A hook could not do it: torch
+    ignores those that are registered after a module was compiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass or, if called with ``LossesOf`` a batch, compute its losses, (B,)."""
-        if not (args and isinstance(args[0], LossesOf)):
-            outputs = super().__call__(*args, **kwargs)
-            if self._seen is not None:
-                self._seen.append(outputs)
-            return outputs
-        asked = args[0]
-        if asked.outputs is None:
-            return self.losses(asked.batch)
-        losses, outputs = self.losses_and_outputs(asked.batch)
-        asked.outputs.append(outputs)
-        return losses
+        """Run the forward pass. For a wrapper that passes on ``LossesOf`` a batch, return its losses, (B,)."""
+        if args and isinstance(args[0], LossesOf):
+            return args[0].computed_by(self)
+        outputs = super().__call__(*args, **kwargs)
+        if self._seen is not None:
+            self._seen.append(outputs)
+        return outputs
 
     def compile_loss(self, *, on: bool = True) -> None:
         """Compute the loss by a compiled function from now on, or stop doing so."""
@@ -215,7 +218,7 @@ class Model(nn.Module):
             prefix: prefix of its parameters' names in the full model.
             recurse: include its submodules.
         """
-        module = self if module is None else module  # an empty ModuleList is falsy
+        module = self if module is None else module  # not ``or``: an empty ModuleList is falsy
         for each in module.modules() if recurse else [module]:
             _reset(each)
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), recurse=recurse):
@@ -228,6 +231,7 @@ class Model(nn.Module):
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def _draw(self, seed: int, name: str, parameter: Tensor) -> Tensor:
+        """Return the initial values of ``parameter``, drawn with ``seed`` and ``name``."""
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         device = torch.device("cpu") if parameter.numel() <= DRAWN_ON_CPU else parameter.device
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
