@@ -1,7 +1,7 @@
 """Maximal update parametrization, muP (Yang et al. 2022, table 8), for transformers.
 
 With the width m times that of the base model: hidden matrices start with 1 / sqrt(m) of the standard deviation, the
-logits are divided by m, and attention is scaled by 1 / H rather than 1 / sqrt(H). ``backend.optimizer.scale_rates``
+logits are divided by m, and attention is scaled by 1 / H rather than 1 / sqrt(H). ``backend.param_groups.scale_rates``
 scales the learning rates. At the base width, nothing differs from the plain model.
 """
 
