@@ -602,7 +602,7 @@ def test_an_unknown_optimizer_has_no_estimate() -> None:
 def test_sequences_across_nodes_are_warned_of_with_what_they_cost(per_node: int, fits: str) -> None:
     words = ["model=llama_debug", "data=sample", "train.backend=FSDP", "backend.cp=4", "train.dtype=fp32"]
     cfg = compose([*words, "backend.cp_attention=gather", "model.batch_size=2", "optimizer.gas=1"])
-    said = spread_context(cfg, check(cfg, 4), per_node, lambda: shapes_of(cfg.model, 65))
+    said = spread_context(cfg, check(cfg, 4), per_node, shapes_of(cfg.model, 65))
     model = cfg.transformer
     keys_and_values = 2 * (model.n_embd // model.n_head) * model.key_heads()
     part = 4 * keys_and_values * 2 * model.block_size // 4  # bytes
