@@ -109,7 +109,7 @@ def spoil(file: Path, how: str) -> None:
         os.mkfifo(file)
     elif how != "missing":
         file.write_bytes({
-            "empty": b"", "list": b"[]", "NULs": bytes(4096) + b"\xff",
+            "empty": b"", "list": b"[]", "NULs": bytes(4096),
             "UTF-16": content.decode().encode("utf-16"),
             "deep": b"[" * 100_000, "types": b'{"world": 3, "earlier": {"a": 1}, "exit_reason": [], "steps": "x"}',
             "byte": content[:40] + b"\xff" + content[41:],
