@@ -19,8 +19,8 @@ from wordrun.checkpoint import folder as folders
 from wordrun.common.errors import UserError
 from wordrun.track import metrics_jsonl as metrics, run_json as records
 from wordrun.track.run_state import state_of
-from wordrun.train.trainer import Trainer
 from wordrun.train.hooks.base import Hook
+from wordrun.train.trainer import Trainer
 
 Words = Callable[..., list[str]]
 Say = pytest.CaptureFixture[str]
