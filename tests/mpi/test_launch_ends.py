@@ -116,6 +116,15 @@ def test_a_rank_is_named_whose_shell_is_killed(command: Command, tmp_path: Path)
     assert record(tmp_path)["failure"].split("\n")[0] == said
 
 
+def test_a_rank_that_launch_stops_after_another_failed_has_saved_nothing(command: Command) -> None:
+    """As wordrun's ranks say that are still loading torch."""
+    code = "[ $RANK = 0 ] && exit 3; trap 'exit 75' TERM; while :; do sleep 0.1; done"
+    done = command(LAUNCH, "-n", "2", "sh", "-c", code)
+    assert done.returncode == 3
+    assert "launch: stopping the other ranks\n" in done.stderr
+    assert "saved" not in done.stderr
+
+
 def test_mpi_that_kills_for_a_rank_that_left_without_finalizing(command: Command, tmp_path: Path) -> None:
     (tmp_path / "leave.py").write_text(
         "import os\nfrom mpi4py.MPI import COMM_WORLD as comm\ncomm.rank == 1 and os._exit(0)\ncomm.recv(source=1)\n"

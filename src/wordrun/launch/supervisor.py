@@ -168,6 +168,8 @@ class Supervisor:
     """The job is being stopped because of --idle-timeout or --hang."""
     saved: bool = False
     """A rank has reported that the run has saved and can be resumed."""
+    ends_others: bool = False
+    """launch has sent SIGTERM because a rank has failed. The others cannot have saved, whatever they report."""
     incomplete: bool = False
     """The launcher has returned 0, but there are ranks that have not ended by themselves, or had not finished."""
     failed: RankFailure | None = None
@@ -237,7 +239,7 @@ class Supervisor:
         if self.saved or not self.status_dir:
             return
         reports = self._reports.failures()
-        if any(status == REQUEUE for _, _, status, _ in reports):
+        if any(status == REQUEUE for _, _, status, _ in reports) and not self.ends_others:
             self.saved = True  # whatever happens to other ranks as they exit
             self.output.hush()
             self.deadline.set(STOP_PATIENCE_S, self.give_up)
@@ -436,6 +438,7 @@ class Supervisor:
     def give_up(self) -> None:
         """Terminate ranks that outlive a failed one or have been silent for too long."""
         self.control.stop()
+        self.ends_others = self.failed is not None
         say("stopping the other ranks" if self.failed or self.saved else "stopping the job")
         self.deliver(signal.SIGTERM)
         self.deadline.set(FAILURE_PATIENCE_S, self.kill)
