@@ -127,7 +127,7 @@ from typing import ClassVar
 from net import NetConfig
 from torch import Tensor
 from wordrun.config import ImagesConfig
-from wordrun.data.examples import ExampleOrder, FixedExamples
+from wordrun.data.examples import ExampleOrder, ValidationExamples
 from wordrun.data.loader import Loader
 from wordrun.data.batch import TensorBatch
 from wordrun.train.examples import ExamplesTask
@@ -147,7 +147,7 @@ class Order(ExampleOrder):
         return Pictures(**vars(super().empty(size, pinned=pinned)))
 
 
-class Fixed(FixedExamples):
+class Fixed(ValidationExamples):
     def __getitem__(self, i):
         batch, weights = super().__getitem__(i)
         return Pictures(**vars(batch)), weights

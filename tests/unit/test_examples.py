@@ -25,7 +25,7 @@ from wordrun.config.registry import Part, parts
 from wordrun.config.rules import check
 from wordrun.config.schema import Config
 from wordrun.data import images
-from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
+from wordrun.data.examples import ExampleOrder, Reader, Splits, ValidationExamples
 from wordrun.data.options import DataConfig
 from wordrun.data.prepare import vision
 from wordrun.model.base import Model
@@ -317,7 +317,7 @@ def test_a_label_out_of_range_is_refused() -> None:
 )
 def test_examples_that_cannot_be_a_batch_are_named(items: list[Any], says: str) -> None:
     def read() -> None:
-        FixedExamples(Reader(items, "val split of data=mine", classes=2), 2, None)[0]
+        ValidationExamples(Reader(items, "val split of data=mine", classes=2), 2, None)[0]
 
     with pytest.raises(ConfigError, match=says):
         read()

@@ -20,7 +20,7 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config
 from wordrun.data.batch import TensorBatch
-from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits, preserved
+from wordrun.data.examples import ExampleOrder, Reader, Splits, ValidationExamples, preserved
 from wordrun.data.loader import Loader
 from wordrun.data.options import DataConfig
 from wordrun.model.options import ModelConfig
@@ -99,7 +99,7 @@ def test_random_examples_depend_on_the_seed_and_their_position_alone() -> None:
         order().fill(first, one_epoch)
         epochs.append(sorted((one_epoch.inputs % 1).flatten().tolist()))
     assert len({*epochs[0], *epochs[1]}) == 48  # other draws in each epoch
-    first_, second = (FixedExamples(Reader(Noisy(), "validation split"), 8, None)[1][0] for _ in range(2))
+    first_, second = (ValidationExamples(Reader(Noisy(), "validation split"), 8, None)[1][0] for _ in range(2))
     assert torch.equal(first_.inputs, second.inputs)
 
 

@@ -156,7 +156,7 @@ def test_points_are_placed_on_disjoint_nodes_or_parts_of_them() -> None:
         wanted = LauncherOptions(**options)
         ranks = decide_ranks(parse([*wanted.launch(), "x"]), job)
         found = divide(wanted, job, ranks, threads_given=False)
-        return ["+".join(each.hosts) + f" {each.part}/{each.parts}" for each in found]
+        return ["+".join(each.hosts) + f" {each.share}/{each.shares}" for each in found]
 
     laptop = host(1, 1, scheduler="none", cores=2)
     assert places(laptop) == [" 0/1"]

@@ -28,8 +28,7 @@ from wordrun.model.transformer import Transformer
 MODEL = "model."
 """Prefix of the names of weights in a checkpoint."""
 ARGUMENTS = ("vocab_size", "model_arguments")
-"""The entries of a manifest from which, with the config, the model is built: the first for text, the second else."""
-"""Folder in a checkpoint for the files of DeepSpeed's engine."""
+"""Entries of a manifest that the model needs besides the config: the first for text, the second for other data."""
 
 
 @dataclass(frozen=True)

@@ -241,10 +241,10 @@ def read(
         DamagedError: the checkpoint lacks a tensor, has it with another shape, or a file is damaged.
     """
     stored = index.load(folder) if stored is None else stored
-    by_file = _parts(folder, tensors, stored)
-    for file, parts in by_file.items():
+    by_file = _pieces(folder, tensors, stored)
+    for file, pieces in by_file.items():
         try:
-            (_read_safetensors if file.endswith(SUFFIX) else _read_torchs)(folder / file, parts)
+            (_read_safetensors if file.endswith(SUFFIX) else _read_torchs)(folder / file, pieces)
         except Exception as error:  # each library has its own
             raise DamagedError(f"{folder} is damaged: {file}: {first_line(error)}") from None
 
@@ -255,14 +255,14 @@ def needed(folder: Path, tensors: Mapping[str, Tensor | TensorShard], stored: Ma
     Raises:
         DamagedError: the checkpoint lacks a tensor, or has it with another shape.
     """
-    return set(_parts(folder, tensors, stored))
+    return set(_pieces(folder, tensors, stored))
 
 
-def _parts(
+def _pieces(
     folder: Path, tensors: Mapping[str, Tensor | TensorShard], stored: Mapping[str, StoredTensor]
-) -> dict[str, list[_Part]]:
+) -> dict[str, list[_Piece]]:
     """Return what to read, by file."""
-    by_file: dict[str, list[_Part]] = {}
+    by_file: dict[str, list[_Piece]] = {}
     for name, tensor in tensors.items():
         shard = tensor if isinstance(tensor, TensorShard) else shard_of(name, tensor)
         found = stored.get(name)
@@ -271,20 +271,20 @@ def _parts(
             raise DamagedError(f"{folder} is damaged: {name} {there}; expected {list(shard.shape)}")
         for source in found.overlapping(Box(tuple(shard.offset), tuple(shard.data.shape))):
             if windows := _overlap(source, shard):
-                part = _Part(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])
-                by_file.setdefault(source.file, []).append(part)
+                piece = _Piece(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])
+                by_file.setdefault(source.file, []).append(piece)
     return by_file
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Piece:
     """A part of a stored shard, and the memory to read it into."""
 
     name: str
     dtype: torch.dtype
     source: StoredShard
     window: tuple[slice, ...]
-    """The part's position in the stored shard."""
+    """Its position in the stored shard."""
     into: Tensor
 
 
@@ -300,21 +300,21 @@ def _overlap(source: StoredShard, shard: TensorShard) -> tuple[tuple[slice, ...]
     return tuple(there), tuple(here)
 
 
-def _read_safetensors(path: Path, parts: Iterable[_Part]) -> None:
+def _read_safetensors(path: Path, pieces: Iterable[_Piece]) -> None:
     with safe_open(path, framework="pt") as file:  # maps it into memory: only the windows are read
-        for part in parts:
-            stored = file.get_slice(part.name)
-            _copy(part, stored[part.window], stored.get_shape())
+        for piece in pieces:
+            stored = file.get_slice(piece.name)
+            _copy(piece, stored[piece.window], stored.get_shape())
 
 
-def _read_torchs(path: Path, parts: Iterable[_Part]) -> None:
-    for part in parts:
-        stored = torch_format.read(path, part.source.span, part.source.shape, part.dtype)
-        _copy(part, stored[part.window], stored.shape)
+def _read_torchs(path: Path, pieces: Iterable[_Piece]) -> None:
+    for piece in pieces:
+        stored = torch_format.read(path, piece.source.span, piece.source.shape, piece.dtype)
+        _copy(piece, stored[piece.window], stored.shape)
 
 
-def _copy(part: _Part, values: Tensor, shape: Sequence[int]) -> None:
+def _copy(piece: _Piece, values: Tensor, shape: Sequence[int]) -> None:
     """Copy ``values``, a window of a stored tensor of ``shape``, after comparing that tensor with the index."""
-    if tuple(shape) != part.source.shape or values.dtype != part.dtype:
-        raise ValueError(f"{part.name} is {values.dtype} {list(shape)}, not {part.dtype} {list(part.source.shape)}")
-    part.into.copy_(values)
+    if tuple(shape) != piece.source.shape or values.dtype != piece.dtype:
+        raise ValueError(f"{piece.name} is {values.dtype} {list(shape)}, not {piece.dtype} {list(piece.source.shape)}")
+    piece.into.copy_(values)

@@ -37,7 +37,10 @@ def run(cls: type[Checked], usage: str, action: Callable[[Checked], None], argv:
 
 
 def with_first(argv: Sequence[str] | None, key: str) -> list[str]:
-    """Return the arguments (default: the command line) with a first one that is no KEY=VALUE taken as ``key``'s."""
+    """Return the arguments (default: the command line).
+
+    A first argument that is neither KEY=VALUE nor a flag becomes the value of ``key``.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
         arguments[0] = f"{key}={arguments[0]}"

@@ -100,7 +100,7 @@ def compose(
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
         problems, others, refused = diagnose(list(overrides), partial(_compose, tree=tree), error)
-        # Of a group that was refused, the others have the default, about which nobody wants to know.
+        # ``others`` has the default in place of a refused group, whose problems would mislead.
         about = re.compile(rf"\b({'|'.join(refused)})=" if refused else "(?!)")
         problems += [problem for problem in _problems_of(others, ranks, per_node) if not about.search(problem)]
         raise ConfigError("\n".join(problems)) from None
@@ -111,7 +111,7 @@ def compose(
 
 
 def _problems_of(composed: DictConfig | None, ranks: int | None, per_node: int | None) -> list[str]:
-    """Return what is wrong with the values of a composed tree; None: there is none."""
+    """Return what is wrong with the values of a composed tree; nothing if ``composed`` is None."""
     try:
         if composed is not None:
             to_config(composed, ranks=ranks, per_node=per_node)
@@ -220,7 +220,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # storing takes a seventh of the time of composing
-        # Any tokenizer's options may be merged into those of every tokenizer, but not into char's.
+        # The base class: Hydra merges the options of any tokenizer into it, but not into those of tokenizer=char.
         store.store(name="schema", node=Config(tokenizer=TokenizerConfig()))
     for plugin in (PartSource, SearchPath):
         Plugins.instance().register(plugin)
@@ -232,7 +232,7 @@ def register() -> None:
 
 
 def by_depth(rate: float, otherwise: float | None, *, _root_: DictConfig) -> float | None:
-    """Return the learning rate for model.depth, given that for n_embd=768, or ``otherwise`` without this dial."""
+    """Return ``rate``, which suits n_embd=768, scaled to the width of model.depth; ``otherwise`` if it is not set."""
     model = OmegaConf.to_object(_root_.model)
     factor = model.rate_factor() if isinstance(model, ModelConfig) else None
     return otherwise if factor is None else rate * factor
@@ -289,7 +289,7 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
 
 def as_yaml(cfg: Config) -> str:
     """Return ``cfg`` as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(as_dict(cfg)))  # structured, it takes twice as long
+    return OmegaConf.to_yaml(OmegaConf.create(as_dict(cfg)))  # from the dataclass itself it takes twice as long
 
 
 SCHEMA = "schema"
@@ -310,7 +310,7 @@ def all_problems() -> Iterator[None]:
     try:
         yield
     except Exception:
-        if not found:  # else whatever Hydra says follows from them
+        if not found:  # otherwise Hydra's error is a consequence of these problems
             raise
     finally:
         _problems.reset(outside)
@@ -381,7 +381,7 @@ def _folders(config_path: str) -> list[str]:
 
 
 def _option(kind: str, name: str, part: Part) -> dict[str, Any]:
-    """Return a part with its defaults, under its name if the config can have several of its kind."""
+    """Return the config that selects a part; if a config can have several of its kind, it stands under its name."""
     if kind in SEVERAL:
         return {"defaults": [f"/{SCHEMA}/{kind}/{name}@{name}"]}
     keys = ("name", "kind") if kind == "data" else ("name",)
@@ -389,7 +389,7 @@ def _option(kind: str, name: str, part: Part) -> dict[str, Any]:
 
 
 def _schema(part: Part) -> DictConfig:
-    """Return the dataclass with dictionaries that accept new keys, unlike the rest of the tree."""
+    """Return the part's schema; its dictionaries accept new keys, unlike the rest of the tree."""
     try:
         schema: DictConfig = OmegaConf.structured(part.options)
     except OmegaConfBaseException as error:

@@ -29,14 +29,16 @@ VALUE = re.compile(r"(?!hydra\.searchpath|train\.backend=)\w+(\.\w+)+=.*", re.DO
 def diagnose(
     overrides: list[str], compose: Callable[[list[str]], DictConfig], cause: Exception
 ) -> tuple[list[str], DictConfig | None, list[str]]:
-    """Return a message for every override that cannot be applied, what the others compose to, and the refused groups.
-
-    What the others compose to has the default of such a group, such as model, which is not what was asked for.
+    """Find out which overrides cannot be applied.
 
     Args:
-        overrides: all of them.
-        compose: returns what some of them compose to.
-        cause: what it raises for all of them, one of ``REFUSALS``.
+        overrides: all overrides.
+        compose: composes some overrides to a tree.
+        cause: the exception of ``compose`` for all overrides, one of ``REFUSALS``.
+
+    Returns:
+        A message for each override that cannot be applied; the tree of the others (None: nothing composes); and the
+        groups, such as model, for which the override was refused. In the tree, these groups have their defaults.
     """
     try:
         base = compose([])
@@ -46,7 +48,7 @@ def diagnose(
     good: list[str] = []
     # Hydra's search path first, since it adds files.
     left = sorted((o for o in overrides if not VALUE.fullmatch(o)), key=lambda o: not o.startswith("hydra"))
-    while True:  # a file may set options of a part that an override after it chooses
+    while True:  # again, because a file may set options of a part that a later override chooses
         refused: dict[str, Exception] = {}
         for override in left:
             try:

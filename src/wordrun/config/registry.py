@@ -288,7 +288,7 @@ def import_named(module: str, whose: str) -> Any:
         if frames[:1] and "importlib" in frames[0].filename:
             frames = frames[1:]
         where = ""
-        if frames:  # in the part's own files rather than in a library's that they call
+        if frames:  # the last line in the part's own files, not in a library that they call
             folder = Path(frames[0].filename).parent
             last = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(folder))
             where = f" ({last.filename}, line {last.lineno})"
@@ -341,7 +341,7 @@ def _field_docs(source: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
-            docs = found.setdefault(node.name, {})  # of several classes with this name, the fields of all
+            docs = found.setdefault(node.name, {})  # if several classes have this name, the fields of all
             for field, text in pairwise(node.body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))) if doc:

@@ -32,7 +32,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
     """
-    problems = [*_ask(cfg, "problems"), *_choices(cfg), *_ask(cfg, "conflicts", cfg)]
+    problems = [*_ask(cfg, "problems"), *_of_any_layout(cfg), *_ask(cfg, "conflicts", cfg)]
     at = Layout()
     if ranks is not None:
         try:
@@ -50,7 +50,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
 
 
 def _ask(cfg: Config, method: str, *arguments: Any) -> Iterator[str]:
-    """Yield what a ``method`` of each part's options returns; one from outside wordrun that fails is a problem, too."""
+    """Yield what ``method`` of each part's options returns, and an exception of a part that is not wordrun's."""
     for section, options in schema.parts_in(cfg).items():
         try:
             yield from getattr(options, method)(*arguments)
@@ -287,8 +287,8 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
             )
 
 
-def _choices(cfg: Config) -> Iterator[str]:
-    """Yield every problem; none depends on the number of ranks."""
+def _of_any_layout(cfg: Config) -> Iterator[str]:
+    """Yield the problems that do not depend on the number of ranks."""
     yield from _kinds(cfg)
     yield from _sections(cfg)
     yield from _several(cfg)

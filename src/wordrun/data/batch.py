@@ -48,7 +48,7 @@ class Batch(TensorBatch):
     eot: int | None = None
     """The end-of-text token that precedes each document; set if attention is confined to documents."""
     scale: Tensor | None = None
-    """By what each sequence's mean loss is multiplied, () or (B,): for pairs, T over a number of predicted tokens."""
+    """Factor of each sequence's mean loss, () or (B,); for pairs it is T over a number of predicted tokens."""
     pairs: Tensor | None = None
     """The number of each token's pair within its sequence, (B, T), if attention is confined to pairs."""
 

@@ -75,7 +75,7 @@ class Splits:
     """Class of the batches, a dataclass with a field for each value of an example."""
     draws: bool = True
     """Whether reading an example, or ``augment``, may draw from the process's random generators: Python's, NumPy's and
-    torch's. They are then seeded for each example, and examples are read between the steps, which draw from them, too.
+    torch's. If so, they are seeded for each example, and examples are read between the steps, because steps also draw.
     """
 
 
@@ -171,7 +171,7 @@ class Reader:
         )
 
     def _no_tensor(self, example: Sequence[Any]) -> str:
-        """Return which value of ``example`` is none that a tensor can be made of."""
+        """Return which value of ``example`` cannot be made a tensor, for a message."""
         for name, value in zip(self.fields, example, strict=True):
             try:
                 torch.as_tensor(value)
@@ -218,7 +218,7 @@ class Reader:
                     tensor[row] = each
 
         with preserved() if self.draws else contextlib.nullcontext():
-            # The list raises what a thread has raised.
+            # list() raises the first exception of a thread.
             list((self.pool.map if self.pool else map)(read, range(len(indices)), indices.tolist()))
 
     def _check_form(self, index: int, at: int, found: Tensor) -> None:
@@ -329,7 +329,7 @@ class ExampleOrder:
         return tuple(varied[name] for name in self.reader.fields)
 
 
-class FixedExamples:
+class ValidationExamples:
     """The validation set: ``count`` examples (None: all), spread evenly over the split and dealt to the ranks."""
 
     def __init__(self, reader: Reader, batch_size: int, count: int | None, rank: int = 0, size: int = 1) -> None:

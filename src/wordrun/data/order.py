@@ -67,7 +67,7 @@ class Order(ABC):
 
     block_size: int
     per_epoch: int
-    """Sequences per epoch; for a mix, until every part has been visited once."""
+    """Sequences per epoch; for a mix, until every data set has been visited once."""
     document: int | None = None
     """The end-of-text token that precedes each document, if attention is confined to documents."""
 

@@ -1,7 +1,7 @@
 """Prompts and answers: sequences of complete pairs, with a loss on the answers alone.
 
-Shards of pairs store with each token id whether a pair starts there and whether the token is predicted, as a part or as
-the end of an answer.
+Each token id in shards of pairs has two flags: whether a pair starts there, and whether the token is predicted, because
+it belongs to an answer or ends one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ = 2**22
 
 
 class PairSequences:
-    """Sequences of pairs, each pair in one of them; a pair longer than a sequence loses its end.
+    """Sequences of complete pairs; a pair that is longer than a sequence loses its end.
 
     Args:
         tokens: the pairs, with flags.

@@ -1,4 +1,4 @@
-"""Where points run at the same time: on disjoint nodes, or on disjoint parts of a node."""
+"""Where points run at the same time: on disjoint nodes, or on disjoint shares of a node."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from wordrun.study.options import LauncherOptions
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes, or the part of a node, where one point runs."""
+    """The nodes, or the share of a node, where one point runs."""
 
     hosts: tuple[str, ...] = ()
     """Some of the job's nodes; empty: all of them, or this machine."""
-    part: int = 0
-    parts: int = 1
-    """The part of a node's cores and devices, if several points share it."""
+    share: int = 0
+    shares: int = 1
+    """Which of how many equal shares of a node's cores and devices the point gets."""
     threads: int | None = None
-    """OMP_NUM_THREADS for a part of a node."""
+    """OMP_NUM_THREADS, if the point gets a share of a node."""
     sharing: tuple[str, ...] = ()
     """Arguments that tell the launcher that points share a node."""
     warns: bool = False
@@ -60,8 +60,10 @@ class Placement:
             words += ["--launcher-args", shlex.join([*given, *self.sharing])]
         if self.threads:
             words += ["--env", f"OMP_NUM_THREADS={self.threads}"]
-        part = [sys.executable, "-m", "wordrun.study.node_share", f"{self.part}/{self.parts}"] if self.parts > 1 else []
-        return [*words, "--", *part]
+        share = (
+            [sys.executable, "-m", "wordrun.study.node_share", f"{self.share}/{self.shares}"] if self.shares > 1 else []
+        )
+        return [*words, "--", *share]
 
 
 def find(options: LauncherOptions) -> list[Placement]:
@@ -128,20 +130,20 @@ def divide(options: LauncherOptions, job: Job, ranks: Ranks, *, threads_given: b
         return [Placement(hosts, warns=warns) for hosts in hosts_of_each[:most]]
     hosts = job.hosts
     slots = min(job.slots) if any(job.devices) or not job.is_local else 1
-    parts = max(1, slots // ranks.np)
+    shares = max(1, slots // ranks.np)
     if most:
         wanted = -(-most // len(hosts))
-        parts = wanted if job.is_local and not any(job.devices) else min(parts, wanted)
-    threads = None if threads_given or parts == 1 else max(1, min(job.threads) // parts // ranks.np)
-    pairs = [(part, host) for part in range(parts) for host in hosts]
+        shares = wanted if job.is_local and not any(job.devices) else min(shares, wanted)
+    threads = None if threads_given or shares == 1 else max(1, min(job.threads) // shares // ranks.np)
+    pairs = [(share, host) for share in range(shares) for host in hosts]
     return [
         Placement(
             () if job.is_local and len(hosts) == 1 else (host,),
-            part,
-            parts,
+            share,
+            shares,
             threads,
-            SCHEDULERS[job.scheduler].sharing if parts > 1 else (),
+            SCHEDULERS[job.scheduler].sharing if shares > 1 else (),
             warns,
         )
-        for part, host in pairs[:most]
+        for share, host in pairs[:most]
     ]

@@ -26,12 +26,12 @@ from wordrun.track.run_json import load
 from wordrun.track.run_state import state_of
 
 DONE, FAILED, SUBMITTED, IMPOSSIBLE = "done", "failed", "submitted", "impossible"
-"""The states of a study's rows. A point without a row has not been run; one that the options rule out never is."""
+"""States of a row. A point without a row has not been run; an impossible one is ruled out by the options."""
 WAITING, PRUNED = "waiting", "pruned"
-"""Further states of a sweep's rows: still to be run, or stopped by a search for its lack of prospects."""
+"""Further states of a row of a sweep: still to be run, or ended early by a search because of poor values."""
 OWN = ("schema", "point", "state", "reason", "ranks", "nodes")
 LAST = ("started", "device", "site", "commit", "versions", "hosts", "run_dir", "overrides")
-"""The columns before and after those of each study's own."""
+"""The columns before and after the study's own columns."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Points:
         version: of its columns; to be increased when their meaning changes.
         columns: the study's own columns.
         option: the option that names the folder.
-        part: only some of the points are run, as others are at the same time: lock nothing, and write no rows.
+        subset: other processes may run other points of the folder meanwhile: lock nothing, and write no rows.
     """
 
     def __init__(
@@ -97,9 +97,15 @@ class Points:
         columns: Sequence[str],
         option: str = "--out",
         *,
-        part: bool = False,
+        subset: bool = False,
     ) -> None:
-        self.folder, self.path, self.study, self.option, self.part = folder, folder / "points.csv", study, option, part
+        self.folder, self.path, self.study, self.option, self.subset = (
+            folder,
+            folder / "points.csv",
+            study,
+            option,
+            subset,
+        )
         self.schema = f"{study}-{version}"
         self.columns = (*OWN, *columns, *LAST)
         self.rows: dict[str, dict[str, str]] = {}
@@ -112,7 +118,7 @@ class Points:
         Raises:
             UserError: another process uses it, or it was not written by this version of this study.
         """
-        if self.part:
+        if self.subset:
             self.rows = self._read()
             return self
         try:
@@ -212,7 +218,7 @@ class Points:
             unknown = known.keys() - set(self.columns)
             assert not unknown, f"not a column of {self.schema}: {unknown}"
             self.rows[point.name] = {name: cell(known.get(name)) for name in self.columns}
-        if self.part or not points:
+        if self.subset or not points:
             return
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")

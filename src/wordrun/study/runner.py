@@ -23,7 +23,7 @@ from wordrun.track.run_state import NO_REASON
 Figures = Callable[[RunRecord], dict[str, Any]]
 """Returns the study's own columns for a finished run; a UserError marks the point as failed."""
 SHOWN = {DONE: "finished", "": "running", WAITING: "running"}
-"""What states of rows are called of points that are not run."""
+"""How the states of rows are shown for points that are not run now."""
 
 
 @dataclass
@@ -104,12 +104,12 @@ class Runner:
         Points whose runs or jobs have ended meanwhile are recorded.
         """
         self.table.check(points)
-        todo = [point for point in points if not self._settled(point)]
+        todo = [point for point in points if not self._needs_no_run(point)]
         others = {point.name: self.table.state(point) for point in points if point not in todo}
         return todo, {name: SHOWN.get(state, state) for name, state in others.items()}
 
     def record(self, point: Point, state: str, output: Path | None = None) -> str:
-        """Write the row of a point, unless it was stopped, to be continued; return how it has ended.
+        """Write the row of a point and return how it has ended; a point that was stopped is continued, and has no row.
 
         Args:
             point: its run or its job has ended.
@@ -139,7 +139,7 @@ class Runner:
         """End everything if a point had no room on the disk.
 
         Raises:
-            UserError: so would the other points.
+            UserError: the point had no room, and the next points would have none either.
         """
         if self._lacked_room(point):
             raise UserError(
@@ -153,8 +153,8 @@ class Runner:
         full = any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT))
         return self.table.state(point) == FAILED and full
 
-    def _settled(self, point: Point) -> bool:
-        """Return whether ``point`` needs no run; record it if its run or its job has ended without that."""
+    def _needs_no_run(self, point: Point) -> bool:
+        """Return whether ``point`` needs no run; write its row if its run or its job has ended and it has none yet."""
         state = self.table.state(point)
         if point.problem and state != IMPOSSIBLE:
             self.table.put([point], IMPOSSIBLE, point.problem)
@@ -165,7 +165,7 @@ class Runner:
             return self.record(point, run) != FAILED or not self.again
         if run == "running" and (point.run_id or state == SUBMITTED):
             return True
-        if state == SUBMITTED and not self.table.part:
+        if state == SUBMITTED and not self.table.subset:
             job, ids = self.job([point]), self.table.rows[point.name]["reason"].split()[1:]
             left = jobs.are_left(job, ids)
             if left is not False:

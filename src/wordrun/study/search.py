@@ -186,7 +186,7 @@ class Search:
         fixed: list[str],
         subdir: Callable[[Sequence[str], int], str],
     ) -> None:
-        self.study, self.sweep, self.options, self.higher = study, sweep, options, higher
+        self.optuna_study, self.sweep, self.options, self.higher = study, sweep, options, higher
         self.space, self.fixed, self.subdir = space, fixed, subdir
         self.runner = sweep.runner()
         self.trials: dict[str, Trial] = {}
@@ -206,7 +206,7 @@ class Search:
         looked = 0.0
         sweep, keys = self.sweep, self.space
         with LaunchPool(sweep.dir, sweep.command, sweep.options.launch(), found) as pool:
-            before_now = self.study.get_trials(deepcopy=False, states=tuple(STATES))
+            before_now = self.optuna_study.get_trials(deepcopy=False, states=tuple(STATES))
             known = {str(t.user_attrs["point"]): STATES[t.state] for t in before_now if "point" in t.user_attrs}
             progress = Progress(
                 sweep.table,
@@ -232,25 +232,25 @@ class Search:
 
     def count(self) -> int:
         """Return how many points have ended, without those that are retried."""
-        again = set(self.study.user_attrs.get("again", []))
-        ended = self.study.get_trials(deepcopy=False, states=tuple(STATES))
+        again = set(self.optuna_study.user_attrs.get("again", []))
+        ended = self.optuna_study.get_trials(deepcopy=False, states=tuple(STATES))
         return sum(trial.number not in again for trial in ended)
 
     def finished(self) -> list[FrozenTrial]:
         """Return the completed trials, the best ones first."""
-        trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        trials = self.optuna_study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         return sorted(trials, key=lambda trial: (trial.value or 0.0) * (-1 if self.higher else 1))
 
     def begin(self, pool: LaunchPool, progress: Progress) -> None:
         """Start the next point, unless the same one has been run before: then its value counts again."""
-        trial = self.study.ask(self.space)
+        trial = self.optuna_study.ask(self.space)
         overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
         point = self.sweep.add(overrides, self.subdir)
         trial.set_user_attr("point", int(point.name))
         self.sweep.save()
         if any(each.point == point for each in pool.running) or point.state() == "finished":
             value = best(point.dir, self.options.metric, higher=self.higher)
-            self.study.tell(trial, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
+            self.optuna_study.tell(trial, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
             return
         self.trials[point.name], self.reported[point.name] = trial, -1
         pool.start(point)
@@ -289,9 +289,9 @@ class Search:
         else:
             state = self.runner.record(point, state)
         if state == "finished":
-            self.study.tell(trial, value)
+            self.optuna_study.tell(trial, value)
         elif state != "stopped":
-            self.study.tell(trial, state=TrialState.PRUNED if state == PRUNED else TrialState.FAIL)
+            self.optuna_study.tell(trial, state=TrialState.PRUNED if state == PRUNED else TrialState.FAIL)
         progress.ended(ended, state)
         self.runner.refuse_a_full_disk(point)
 
@@ -322,7 +322,7 @@ class Search:
         path = self.sweep.dir / FIGURE
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is experimental, and axes may have a single value
-            axes = plot_parallel_coordinate(self.study, params=list(self.space), target_name=self.options.metric)
+            axes = plot_parallel_coordinate(self.optuna_study, params=list(self.space), target_name=self.options.metric)
         shortened = [label.get_text().removesuffix("...") for label in axes.get_xticklabels()]
         names = [next((name for name in self.space if name.startswith(each)), each) for each in shortened]
         axes.set_xticks(axes.get_xticks(), names, rotation=20, ha="right", rotation_mode="anchor")

@@ -61,8 +61,8 @@ class Sweep:
         self.points: list[Point] = []
 
     @classmethod
-    def open(cls, folder: Path, *, part: bool = False) -> Sweep | None:
-        """Return the sweep in ``folder``; None: there is none. ``part``: only some of its points are run.
+    def open(cls, folder: Path, *, subset: bool = False) -> Sweep | None:
+        """Return the sweep in ``folder``; None: there is none. ``subset``: only some of its points are run.
 
         Raises:
             ConfigError: sweep.json cannot be read.
@@ -74,7 +74,7 @@ class Sweep:
             text: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             is_old = "points" in text
             options = LauncherOptions() if is_old else LauncherOptions(**text["options"])
-            found = cls(folder, text["id"], text["command"], options, table_of(folder, part))
+            found = cls(folder, text["id"], text["command"], options, table_of(folder, subset))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}): choose another hydra.sweep.dir") from None
         if is_old:
@@ -224,7 +224,7 @@ def launch(
 def run(sweep: Sweep, points: Sequence[Point]) -> int:
     """Run those of ``points`` that have not finished, and return the exit status."""
     found = placements.find(sweep.options)
-    if not sweep.table.part:
+    if not sweep.table.subset:
         sweep.save()
     status = sweep.runner().run(points, found, result)
     if any(sweep.table.state(point) != DONE for point in points):
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else ConfigError.exit_status
     folder, *numbers = arguments
     try:
-        sweep = Sweep.open(Path(folder), part=bool(numbers))
+        sweep = Sweep.open(Path(folder), subset=bool(numbers))
         if sweep is None:
             raise ConfigError(f"{folder} contains no sweep: there is no {FILE}")
         if (sweep.dir / "study.db").exists():
@@ -259,9 +259,9 @@ def result(row: Mapping[str, str]) -> str:
     return f"best {row['metric']} {float(row['best']):.4f}" if row["best"] else ""
 
 
-def table_of(folder: Path, part: bool = False) -> Points:
+def table_of(folder: Path, subset: bool = False) -> Points:
     """Return the points of the sweep in ``folder``."""
-    return Points(folder, "sweep", VERSION, COLUMNS, "hydra.sweep.dir", part=part)
+    return Points(folder, "sweep", VERSION, COLUMNS, "hydra.sweep.dir", subset=subset)
 
 
 def together(options: LauncherOptions, parsed: Options, site: Site, count: int) -> Options:

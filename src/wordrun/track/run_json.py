@@ -13,7 +13,7 @@ from wordrun.common.files import read_json
 from wordrun.common.run_dir import METRICS, RECORD, has_run, no_run_yet
 from wordrun.track.metrics_jsonl import evaluations
 
-PART = {
+START_TYPES = {
     "start": str,
     "end": str,
     "exit_reason": str,
@@ -23,16 +23,16 @@ PART = {
     "world": {"hosts": [str], "size": int, "nodes": int},
     "resumed_from": {"step": int, "named": str, "memory": str},
 }
-"""The types of what run.json says of each part of a run."""
-KINDS: dict[str, Any] = {
-    **PART,
-    "earlier": [PART],
+"""The types of what run.json says about each start of a run."""
+TYPES: dict[str, Any] = {
+    **START_TYPES,
+    "earlier": [START_TYPES],
     "recoveries": [{"time": (int, float)}],
     "versions": {},
     "data": {},
 }
-"""The types of what run.json says of the run; what it says besides is only shown."""
-LAUNCH = {
+"""The types of what run.json says about the run as a whole; other entries may have any type, and are only shown."""
+LAUNCH_TYPES = {
     "launch": [str],
     "command": [str],
     "launcher": str,
@@ -41,7 +41,7 @@ LAUNCH = {
     "job": str,
     "site": str,
 }
-"""The same for launch.json."""
+"""The types of what launch.json says."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ def load(path: Path) -> RunRecord:
         raise ConfigError(f"{path} {what}; wordrun ls shows the runs below outputs/")
     earlier = sorted(path.glob("launch-*.json"), key=lambda file: int("0" + "".join(filter(str.isdecimal, file.stem))))
     found = (read_json(file) for file in (*earlier, path / "launch.json"))
-    return RunRecord(path, read(path), [typed(content, LAUNCH) for content in found if content])
+    return RunRecord(path, read(path), [typed(content, LAUNCH_TYPES) for content in found if content])
 
 
 def read(run_dir: Path) -> dict[str, Any]:
     """Return run.json without values of a wrong type; empty if it is missing or cannot be read."""
-    return typed(read_json(run_dir / RECORD), KINDS)
+    return typed(read_json(run_dir / RECORD), TYPES)
 
 
 def typed(content: object, kinds: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from wordrun.common.log import LOGGER
 from wordrun.config.registry import part_of
 from wordrun.config.schema import Config
 from wordrun.data.batch import TensorBatch
-from wordrun.data.examples import ExampleOrder, FixedExamples, Reader, Splits
+from wordrun.data.examples import ExampleOrder, Reader, Splits, ValidationExamples
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
 from wordrun.model.base import Model
@@ -64,8 +64,8 @@ class ExamplesTask(Task):
         prefetch = 0 if self.data.draws else cfg.data.prefetch
         return Loader(self.order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 
-    def validation_set(self, count: int | None) -> FixedExamples:
-        return FixedExamples(self.val, self.cfg.model.batch_size, count, self.dp_rank, self.layout.dp)
+    def validation_set(self, count: int | None) -> ValidationExamples:
+        return ValidationExamples(self.val, self.cfg.model.batch_size, count, self.dp_rank, self.layout.dp)
 
     def facts(self) -> dict[str, Any]:
         counts = {"train_examples": len(self.data.train), "val_examples": len(self.data.val)}

@@ -30,7 +30,7 @@ from wordrun.track.base import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps
 from wordrun.track.metrics_jsonl import between, read
 from wordrun.track.report import page
-from wordrun.track.run_json import KINDS, read as read_record, typed
+from wordrun.track.run_json import TYPES, read as read_record, typed
 from wordrun.train.provenance import commits, versions
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
@@ -310,7 +310,7 @@ def recorded(run_dir: Path) -> dict[str, Any]:
         return record
     for folder in reversed(folders.all_in(run_dir)):
         with contextlib.suppress(UserError):
-            found = typed(folder.manifest().get("run"), KINDS)
+            found = typed(folder.manifest().get("run"), TYPES)
             return found and found | {"steps": folder.step}
     return {}
 

@@ -84,10 +84,10 @@ def _code(part: Part) -> str:
     }
     contents = dict[str, bytes]()
     for name, cls in sorted(outside.items()):
-        with contextlib.suppress(OSError, TypeError):  # of a notebook's class Python may not know the source
+        with contextlib.suppress(OSError, TypeError):  # Python may not know the source of a class in a notebook
             if cls.__module__ == "__main__":  # a script, of which the rest does not matter
                 contents[name] = inspect.getsource(cls).encode()
             else:
                 contents[cls.__module__] = Path(inspect.getfile(cls)).read_bytes()
-    # Not the names of the files: a job may run a copy of them.
+    # The names of the files are left out, because a job may run a copy of them.
     return hashlib.sha256(b"\0".join(contents.values())).hexdigest()

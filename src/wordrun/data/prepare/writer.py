@@ -26,7 +26,10 @@ GROUP = 16
 
 
 class SplitWriter:
-    """Writes the shards that a work item contributes to one split, of ``shard_tokens`` and the rest of a document."""
+    """Writes the shards that a work item contributes to one split.
+
+    A shard ends with the document in which it reaches ``shard_tokens``.
+    """
 
     def __init__(
         self,

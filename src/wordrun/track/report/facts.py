@@ -89,7 +89,7 @@ def environment(record: RunRecord) -> dict[str, str]:
     return {name: text for name, text in shown.items() if text}
 
 
-def parts_of_run(record: RunRecord) -> list[dict[str, Any]]:
+def starts_of_run(record: RunRecord) -> list[dict[str, Any]]:
     """Return each time that the run was started, oldest first: start, end, from_step, to_step, how it ended."""
     facts = record.facts
     found = []

@@ -64,7 +64,7 @@ def write(run_dir: Path, out: Path | None = None, *, plots: bool = False) -> lis
         notes.append("The run was still running when this page was written.")
     if metrics.broken > (state in ("running", "died")):  # the last line may be incomplete
         notes.append(f"{metrics.broken} lines of metrics.jsonl cannot be read and are left out.")
-    launches, what = facts.parts_of_run(record), _what(record)
+    launches, what = facts.starts_of_run(record), _what(record)
     drawn = draw(metrics, f"{what}  ({record.path.name})", [launch["from_step"] for launch in launches[1:]])
     pictures = []
     for name, png in drawn.items() if plots else ():
