@@ -17,7 +17,7 @@ from wordrun.config.compose import compose
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
 from wordrun.launch.ranks import decide_ranks
-from wordrun.plan.estimator import LIKE_ZERO_3, ZERO_3_OFFLOADED, Estimate
+from wordrun.plan.estimator import LIKE_ZERO_3, Estimate
 from wordrun.plan.memory_fit import Comparison, Fit, Room
 from wordrun.plan.options import PlanConfig, hardware, ranks_for_launch
 from wordrun.plan.parameter_shapes import shapes_of
@@ -231,7 +231,11 @@ def test_sentences(words: str, sentence: str) -> None:
             ["DDP", LIKE_ZERO_3],
             "so tensor parallelism splits each layer across a node's ranks, and a pipeline divides the blocks.",
         ),
-        (ZERO_3_OFFLOADED, ["DDP"], "Sharding is not enough, but DeepSpeed can keep part of it in host memory."),
+        (
+            "DeepSpeed ZeRO-3, offload",
+            ["DDP"],
+            "Sharding is not enough, but DeepSpeed can keep part of it in host memory.",
+        ),
     ],
 )
 def test_what_is_said_of_a_strategy_that_fits_where_others_do_not(

@@ -195,19 +195,24 @@ class Backend(Protocol):
         """Release everything that uses the process group, which is destroyed next; no step can follow."""
 
 
-def require_shards(folder: Path, facts: Mapping[str, Any], *, on_islands: bool) -> None:
-    """Raise a ConfigError unless ranks, which may be ``on_islands``, can resume from the checkpoint ``folder``."""
-    if facts["kind"] == "deepspeed":
+def require_shards(folder: Path, facts: Mapping[str, Any], backend: str) -> None:
+    """Check that the ``backend`` of this name, which reads shards, can resume from the checkpoint ``folder``.
+
+    Raises:
+        ConfigError: an engine has written the checkpoint in a format of its own, or it has state (``only_for`` in its
+            facts) that only another backend can continue from.
+    """
+    if facts["kind"] != "shards":
         raise ConfigError(
-            f"{folder} was written by DeepSpeed's engine, so this backend cannot resume from it: use "
-            f"train.backend=deepspeed, or load only its weights with train.init_from={folder}",
+            f"{folder} was written by the engine of train.backend={facts['kind']}, so this backend cannot resume from "
+            f"it: use train.backend={facts['kind']}, or load only its weights with train.init_from={folder}",
             page="backends.md#which-models-on-which-backends",
         )
-    if facts.get("between") and not on_islands:
+    only = facts.get("only_for")
+    if only and only["backend"] != backend:
         raise ConfigError(
-            f"{folder} was saved between two exchanges of {facts['islands']} islands, whose weights differ then: "
-            "resume with train.backend=diloco, resume from a checkpoint of a step that ends with an exchange, or start "
-            f"from its outer weights with train.init_from={folder}"
+            f"{folder} {only['why']}: resume with train.backend={only['backend']}, {only['instead']}, or start from "
+            f"its weights with train.init_from={folder}"
         )
 
 

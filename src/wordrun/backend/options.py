@@ -16,18 +16,32 @@ from wordrun.train.options import DTYPES
 
 @dataclass
 class BackendConfig(Section):
-    """Parallelization of the optimizer step."""
+    """Parallelization of the optimizer step.
 
+    Besides options, this class has what the rest of wordrun asks of every backend, so that nothing else needs to know
+    which backends exist. The attributes and methods below are the questions. Their answers here are those of a backend
+    that derives from ``TorchBackend`` and has a part of the batch on each rank; another backend overrides what differs.
+    """
+
+    engine: ClassVar[str] = ""
+    """Who computes the gradients and takes the steps: the name of a library with an engine of its own; empty: wordrun,
+    with torch's autograd and optimizers."""
     pipeline: ClassVar[bool] = False
     """Whether the model's layers are divided into the stages of a pipeline."""
-    own_engine: ClassVar[bool] = False
-    """Whether a library's engine takes the steps, and flattens and shards the parameters."""
     replicated: ClassVar[bool] = False
     """Whether every rank has the whole model, with all gradients, as one module."""
     sharded: ClassVar[bool] = False
     """Whether FSDP shards each parameter across ranks."""
-    independent: ClassVar[bool] = False
-    """Whether groups of ranks take steps by themselves, with gradients that differ between the groups."""
+    synchronous: ClassVar[bool] = True
+    """Whether all data-parallel ranks take each step together and have the same weights after it; False: groups of
+    ranks take steps by themselves, so that weights and gradients differ between the groups."""
+    keeps_parameters: ClassVar[bool] = True
+    """Whether each parameter and its gradient keep their name and shape, perhaps as a DTensor, so that hooks can read
+    them and optimizers can treat matrices as matrices; False: an engine flattens them."""
+    completes_steps: ClassVar[bool] = True
+    """Whether ``Model.complete_step`` is called in each step, as balancing the load of experts requires."""
+    pads_vocabulary: ClassVar[bool] = True
+    """Whether the model may have a padded vocabulary: checkpoints are written without the padding."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Options that `wordrun plan` names in its commands even if they have their defaults."""
     estimates: ClassVar[str] = ""
@@ -87,6 +101,38 @@ class BackendConfig(Section):
         return False
 
     @property
+    def fixed_accumulation(self) -> bool:
+        """Whether all steps must have the number of micro-steps for which the backend was built."""
+        return self.pipeline
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether each rank computes whole linear layers, in modules that train.float8 can replace."""
+        return False
+
+    @property
+    def chunked_loss(self) -> bool:
+        """Whether a loss in chunks can use the output layer's weights, that is, outside the layer's own module."""
+        return True
+
+    @property
+    def sharded_states(self) -> tuple[str, ...]:
+        """What is divided over the data-parallel ranks: any of parameters, gradients and optimizer."""
+        return ()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether host memory holds a part of what ``sharded_states`` names, on an accelerator."""
+        return False
+
+    def unavailable(self) -> str:
+        """Return why this backend cannot run here, such as a library that is not installed; empty: it can.
+
+        ``wordrun plan``, which may be for another machine, does not ask.
+        """
+        return ""
+
+    @property
     def one_module(self) -> bool:
         """Whether nothing runs between the blocks, so that the model may be compiled as one graph."""
         return self.replicated
@@ -122,6 +168,10 @@ class DDPConfig(BackendConfig):
     @property
     def one_micro_step(self) -> bool:
         return self.static_graph
+
+    @property
+    def whole_layers(self) -> bool:
+        return True
 
     def problems(self) -> Iterable[str]:
         yield from positive("backend", self, "bucket_cap_mb")
@@ -202,6 +252,18 @@ class FSDPConfig(BackendConfig):
     def experts_over(self) -> int:
         return self.ep
 
+    @property
+    def whole_layers(self) -> bool:
+        return self.tp == 1
+
+    @property
+    def sharded_states(self) -> tuple[str, ...]:
+        return ("parameters", "gradients", "optimizer")
+
+    @property
+    def offloads(self) -> bool:
+        return self.cpu_offload
+
 
 @dataclass
 class TPConfig(FSDPConfig):
@@ -211,6 +273,10 @@ class TPConfig(FSDPConfig):
     """Name of the backend; set by train.backend."""
     tp: int | None = None
     """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
+
+    @property
+    def whole_layers(self) -> bool:
+        return False
 
 
 @dataclass
@@ -243,8 +309,11 @@ class PPConfig(FSDPConfig):
         return {"pp": self.pp, **super().axes()}
 
     @property
+    def whole_layers(self) -> bool:
+        return False
+
+    @property
     def zero_bubble(self) -> bool:
-        """Whether gradients of weights are computed later than those of activations."""
         return self.schedule in ZERO_BUBBLE
 
     def stages(self, pp: int) -> int:

@@ -39,9 +39,11 @@ class TorchBackend:
         parts: this rank's part of the model, on its device and initialized.
     """
 
-    on_islands = False
+    options_prefix = "backend."
+    """What messages put before the names of this backend's options."""
 
     def __init__(self, spec: BackendSpec, parts: Sequence[Model]) -> None:
+        self.name = spec.cfg.train.backend
         self.device, self.dtype = spec.device, spec.dtype
         self.layout, self.rank, self.ranks = spec.layout, spec.world.rank, spec.world.size
         self.group = spec.mesh.get_group("replicate") if spec.mesh else dist.group.WORLD
@@ -69,9 +71,9 @@ class TorchBackend:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.adapts = bool(spec.cfg.lora_rank)
-        self.unused = Unused(spec.cfg, spec.step, inner=self.on_islands)
-        self.on_gradients: list[Callable[[], None]] = []
-        """Called with the complete gradients of each step, before they are clipped."""
+        self.unused = Unused(spec.cfg, spec.step, self.options_prefix)
+        self.on_gradients: Callable[[], None] | None = None
+        """Called in each step when the gradients are complete, before they are clipped."""
         self.clock: StepTimer | None = None
         """Measures the current step; None: there is none."""
         self.alone, self.compile_scope = spec.layout.size == 1, spec.cfg.train.compile_scope
@@ -114,8 +116,8 @@ class TorchBackend:
         clock.lap("communication")
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
-        for call in self.on_gradients:
-            call()
+        if self.on_gradients is not None:
+            self.on_gradients()
         if kept and not norm.isfinite():  # synchronizes with an accelerator at every step
             self.scaler.update()
             self.optimizer_state.zero_grad()
@@ -290,7 +292,7 @@ class TorchBackend:
         fetch: Fetch | None = None,
     ) -> dict[str, Tensor]:
         """Read this rank's shards and its ``rank_tensors``."""
-        require_shards(folder, facts, on_islands=self.on_islands)
+        require_shards(folder, facts, self.name)
         stored = self.stored(folder, facts)
         restored = self.optimizer_state.restored(stored, self.unpadded_rows)
         mine = {name: stored[name].empty() for name in rank_tensors if name in stored}

@@ -46,12 +46,12 @@ class Unused:
     Args:
         cfg: the run's config.
         step: steps before the first one.
-        inner: whether the options of the backend are those of DiLoCo's inner backend.
+        prefix: what stands before the names of the backend's options.
     """
 
-    def __init__(self, cfg: Config, step: int, *, inner: bool = False) -> None:
+    def __init__(self, cfg: Config, step: int, prefix: str = "backend.") -> None:
         self.options, self.step = cfg.model, step
-        self.option = f"backend.{'inner_options.' * inner}find_unused_parameters=true"
+        self.option = f"{prefix}find_unused_parameters=true"
         self._required = False
         self._warns = not getattr(cfg.backend, "find_unused_parameters", False)
 

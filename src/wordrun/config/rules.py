@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from wordrun.backend.options import DDPConfig, FSDPConfig, PPConfig
+from wordrun.backend.options import FSDPConfig, PPConfig
 from wordrun.common.errors import ConfigError, PartError
 from wordrun.common.validation import one_of
 from wordrun.config import registry, schema
@@ -24,13 +24,14 @@ ALIGNED = 128
 """Accelerators multiply matrices faster if the vocabulary size is a multiple of this."""
 
 
-def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) -> Layout:
+def check(cfg: Config, ranks: int | None = None, per_node: int | None = None, *, runs_here: bool = True) -> Layout:
     """Return the layout of the ranks, or raise a ConfigError that names every problem in ``cfg``.
 
     Args:
         cfg: the composed config.
         ranks: number of ranks; None if unknown, which skips the checks that depend on it.
         per_node: ranks per node; None: all on one node.
+        runs_here: whether the run is on this machine, which then must have the libraries that it needs.
     """
     problems = [*_ask(cfg, "problems"), *_of_any_layout(cfg), *_ask(cfg, "conflicts", cfg)]
     at = Layout()
@@ -43,6 +44,8 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None) ->
         if not problems:  # the arithmetic below assumes valid options
             problems += _check_layout(cfg, at)
         complete = not problems or None
+        if runs_here and (missing := cfg.backend.unavailable()):
+            problems.append(missing)
         problems += cfg.backend.conflicts_on(cfg, complete and at, complete and accumulation(cfg, at.dp))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -76,11 +79,11 @@ def vocab_multiple(cfg: Config, tp: int, *, on_cpu: bool) -> int:
     """Return the number whose multiple the vocabulary is padded to; 1: no padding.
 
     Tensor parallelism divides the vocabulary by ``tp``, and accelerators prefer multiples of ``ALIGNED``. It is not
-    padded if model.vocab_size sets it, nor for DeepSpeed, whose checkpoints would contain the padding, nor in a model
+    padded if model.vocab_size sets it, nor for an engine whose checkpoints would contain the padding, nor in a model
     that is not a transformer of wordrun's.
     """
     model = cfg.model
-    if not isinstance(model, TransformerConfig) or model.vocab_size is not None or cfg.backend.own_engine:
+    if not isinstance(model, TransformerConfig) or model.vocab_size is not None or not cfg.backend.pads_vocabulary:
         return 1
     return math.lcm(tp, 1 if on_cpu else ALIGNED)
 
@@ -134,8 +137,8 @@ def _check_ramp(cfg: Config, dp: int) -> Iterator[str]:
                 f"model.batch_size={cfg.model.batch_size} x {dp} data-parallel ranks = {per_micro_step}: "
                 f"use {_fitting(cfg, size, dp)}"
             )
-    if sizes and (cfg.backend.own_engine or cfg.backend.pipeline):
-        what = "an engine" if cfg.backend.own_engine else "a pipeline"
+    if sizes and cfg.backend.fixed_accumulation:
+        what = "a pipeline" if cfg.backend.pipeline else "an engine"
         yield (
             f"train.batch_ramp needs steps of different numbers of micro-steps, and train.backend={cfg.train.backend} "
             f"builds {what} for one number: use train.backend=FSDP, TP or DDP"
@@ -163,11 +166,6 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
         yield (
             f"model.lora_rank={cfg.lora_rank}: adapters are not split over tensor-parallel ranks or pipeline "
             "stages: use train.backend=DDP, or FSDP if the model does not fit"
-        )
-    if cfg.train.chunked_loss and getattr(cfg.backend, "stage", 0) == 3:
-        yield (
-            "train.chunked_loss=true: with backend.stage=3, DeepSpeed gathers the output layer's weights only while "
-            "the layer runs: omit it, or use another backend.stage or train.backend=FSDP"
         )
     if isinstance(cfg.model, MoEConfig):
         yield from _check_experts(cfg, cfg.model, at)
@@ -228,16 +226,12 @@ def _check_experts(cfg: Config, model: MoEConfig, at: Layout) -> Iterator[str]:
             f"model.n_experts={model.n_experts} is not divisible by backend.ep={at.ep}: use backend.ep={fits}, or "
             f"model.n_experts={math.ceil(model.n_experts / at.ep) * at.ep}"
         )
-    if cfg.backend.own_engine:
-        yield no_experts(model)
-
-
-def no_experts(model: ModelConfig) -> str:
-    """Return why ``model`` does not train with DeepSpeed."""
-    return (
-        f"model={model.name}: DeepSpeed's engine does not balance the load of experts after a step: use "
-        "train.backend=FSDP or DDP"
-    )
+    if not cfg.backend.completes_steps:
+        engine = f"{cfg.backend.engine}'s engine" if cfg.backend.engine else f"train.backend={cfg.train.backend}"
+        yield (
+            f"model={model.name}: {engine} does not balance the load of experts after a step: use train.backend=FSDP "
+            "or DDP"
+        )
 
 
 def _check_tensor(model: ModelConfig, tp: int) -> Iterator[str]:
@@ -292,7 +286,7 @@ def _of_any_layout(cfg: Config) -> Iterator[str]:
     yield from _kinds(cfg)
     yield from _sections(cfg)
     yield from _several(cfg)
-    yield from check_float8(cfg)
+    yield from _check_float8(cfg)
 
 
 def _kinds(cfg: Config) -> Iterator[str]:
@@ -357,14 +351,14 @@ def _sections(cfg: Config) -> Iterator[str]:
         )
 
 
-def check_float8(cfg: Config) -> Iterator[str]:
+def _check_float8(cfg: Config) -> Iterator[str]:
     """Check the options that float8 linear layers need; the device is checked by the backend, which knows it."""
     float8 = f"train.float8={cfg.train.float8}"
     if cfg.train.float8 == "none":
         return
     if DTYPES.get(cfg.train.dtype) in ("fp32", "fp16"):
         yield f"{float8} casts from bf16, not from train.dtype={cfg.train.dtype}: use train.dtype=bf16"
-    if type(cfg.backend) not in (DDPConfig, FSDPConfig) or getattr(cfg.backend, "tp", 1) != 1:
+    if not cfg.backend.whole_layers:
         yield (
             f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
             f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"

@@ -212,7 +212,7 @@ def _gathered(strategy: Strategy, tokens: float) -> float:
 
 def _in_chunks(model: ModelShapes, strategy: Strategy, tokens: float) -> bool:
     """Return whether the losses of ``tokens`` are computed in chunks."""
-    if getattr(strategy.backend, "stage", 0) == 3:  # only its own module gathers the output layer's weights
+    if not strategy.backend.chunked_loss:
         return False
     chunked = strategy.cfg.train.chunked_loss
     return tokens * model.vocab_size > LARGE if chunked is None else chunked

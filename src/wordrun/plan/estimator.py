@@ -20,12 +20,9 @@ from wordrun.train.options import accumulation
 
 AS_ASKED = "as asked"
 """Name of the strategy described by the config itself."""
-# Names of strategies, by which advice.py recommends one.
+# Names of strategies with torch's engines, by which recommendation.py chooses one.
 WITHIN_NODES, LIKE_ZERO_2, LIKE_ZERO_3 = "FSDP within nodes", "FSDP like ZeRO-2", "FSDP, ZeRO-3"
 OFFLOADED = "FSDP, offload"
-ZERO = [f"DeepSpeed ZeRO-{stage}" for stage in range(4)]
-"""Names of the strategies with train.backend=deepspeed, by stage."""
-ZERO_2_OFFLOADED, ZERO_3_OFFLOADED = f"{ZERO[2]}, offload", f"{ZERO[3]}, offload"
 TP_OVER_FSDP = "TP over FSDP"
 DIVIDED = "FSDP, cp"
 """Name of the strategy that divides sequences, which is tried if nothing fits without dividing sequences or layers."""
@@ -98,14 +95,7 @@ class Estimator:
             overrides.append(f"train.global_batch_size={self.sequences}")
         train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences)
         mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
-        # A plan does not require DeepSpeed to be installed, so check what depends on the ranks as for DDP.
-        checked = replace(mine, backend=DDPConfig(), train=replace(train, backend="DDP"))
-        rules.check(checked if backend.own_engine else mine, hardware.devices, hardware.per_node)
-        if backend.own_engine:
-            problems = [*rules.check_float8(mine)]
-            problems += [rules.no_experts(cfg.model)] if "ep" in cfg.model.divides else []
-            if problems:
-                raise ConfigError("\n".join(problems))
+        rules.check(mine, hardware.devices, hardware.per_node, runs_here=False)
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 
     def first_that_fits(self, name: str, backends: Iterable[BackendConfig]) -> Estimate | Unavailable:

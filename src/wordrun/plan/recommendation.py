@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from wordrun.backend.options import BackendConfig
 from wordrun.plan.estimator import (
     AS_ASKED,
     DIVIDED,
@@ -14,9 +15,6 @@ from wordrun.plan.estimator import (
     OFFLOADED,
     TP_OVER_FSDP,
     WITHIN_NODES,
-    ZERO,
-    ZERO_2_OFFLOADED,
-    ZERO_3_OFFLOADED,
     Estimate,
     Estimator,
     Unavailable,
@@ -27,7 +25,6 @@ from wordrun.plan.options import Hardware
 MANY_NODES = 64
 """Number of nodes above which 3D is tried: gathering a layer from more nodes takes longer than computing it."""
 SHARDED = (WITHIN_NODES, LIKE_ZERO_2, LIKE_ZERO_3)
-ZERO_OFFLOAD = (ZERO_2_OFFLOADED, ZERO_3_OFFLOADED)
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Advice:
     checkpointing: str
     why: list[str] = field(default_factory=list)
     alternative: Estimate | None = None
-    """The equivalent with DeepSpeed, if it fits with the same activation checkpointing."""
+    """The equivalent with the engine of another library, if it fits with the same activation checkpointing."""
 
 
 def advise(estimator: Estimator, rows: Sequence[Estimate | Unavailable]) -> Advice:
@@ -66,6 +63,8 @@ def advise(estimator: Estimator, rows: Sequence[Estimate | Unavailable]) -> Advi
 
     if not candidates:
         return Advice(None, kinds[0], ["No strategy can be recommended, for the reasons above."])
+    engines = [row.strategy for row in candidates if row.strategy.backend.engine]
+    sharding, offloading = ([each.name for each in engines if _shards(each.backend, offloads=o)] for o in (False, True))
     device, many = _device(hardware), hardware.devices > 1
     if found := pick(["DDP"], kinds[:1]):
         enough = ", so DDP is enough: each rank keeps the full model, and only gradients are averaged"
@@ -89,10 +88,10 @@ def advise(estimator: Estimator, rows: Sequence[Estimate | Unavailable]) -> Advi
         offload = name == OFFLOADED
         where = " and kept in host memory" if offload else " across the ranks"
         why.append(f"Its largest layer does, so parameters, gradients and optimizer state are sharded{where}.")
-        return advice(found, *why, others=ZERO_OFFLOAD if offload else ZERO[2:])
-    if found := pick(ZERO_OFFLOAD):
+        return advice(found, *why, others=offloading if offload else sharding)
+    if found := pick(offloading):
         reason = "Sharding is not enough" if many else "There are no other ranks to shard it across"
-        why.append(f"{reason}, but DeepSpeed can keep part of it in host memory.")
+        why.append(f"{reason}, but {found[0].strategy.backend.engine} can keep part of it in host memory.")
         return advice(found, *why)
     if found := pick([DIVIDED]):
         return advice(found, *why, *_divided(estimator, found[0].strategy.layout.cp))
@@ -100,6 +99,11 @@ def advise(estimator: Estimator, rows: Sequence[Estimate | Unavailable]) -> Advi
         sharded = any(row.strategy.name in SHARDED for row in candidates)
         return advice(found, *why, _split(found[0].strategy.name, sharded=sharded))
     return Advice(None, kinds[0], [*why, *_remedies(estimator, candidates)])
+
+
+def _shards(backend: BackendConfig, *, offloads: bool) -> bool:
+    """Return whether ``backend`` divides at least gradients and optimizer state, and whether it offloads as asked."""
+    return {"gradients", "optimizer"}.issubset(backend.sharded_states) and backend.offloads == offloads
 
 
 def _recomputing(kind: str) -> str:

@@ -105,7 +105,8 @@ def show(screen: Console, report: Report) -> None:
     if advice.best:
         screen.print("\n  " + shlex.join(report.command), soft_wrap=True)
     if advice.alternative:
-        screen.print("or with DeepSpeed: " + " ".join(advice.alternative.strategy.overrides), soft_wrap=True)
+        strategy = advice.alternative.strategy
+        screen.print(f"or with {strategy.backend.engine}: {' '.join(strategy.overrides)}", soft_wrap=True)
 
 
 def _model(report: Report) -> str:

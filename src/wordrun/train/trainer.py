@@ -149,7 +149,7 @@ class Trainer(Training):
         self.hooks = HookSet(first, configured, hooks, [Checkpoint(), *keepers, Profile(self.profiler)])
         self.run = Run(cfg, world)
         self.hooks.call("setup", self)
-        self.hooks.attach(self)
+        self.hooks.check_gradients(self)
         self.start = resume.resume(self, self.start)
         on_disk = self.start.newest if self.start.elsewhere else self.step
         written = on_disk if self.start.source == self.run.path else -1
@@ -274,6 +274,7 @@ class Trainer(Training):
             with (
                 explained(self, every=True),
                 self.stop.listen(),
+                self.hooks.reading_gradients(self),
                 self.profiler,
                 rng.swapped(self.state.rng),
                 watch.phase("training"),

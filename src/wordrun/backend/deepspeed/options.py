@@ -18,7 +18,10 @@ from wordrun.dist.mesh import Layout
 class DeepSpeedConfig(BackendConfig):
     """DeepSpeed's engine: data parallel, with the training state sharded across ranks (ZeRO stages 0 to 3)."""
 
-    own_engine: ClassVar[bool] = True
+    engine: ClassVar[str] = "DeepSpeed"
+    keeps_parameters: ClassVar[bool] = False
+    completes_steps: ClassVar[bool] = False
+    pads_vocabulary: ClassVar[bool] = False
     always_shown: ClassVar[tuple[str, ...]] = ("stage",)
     estimates: ClassVar[str] = "wordrun.backend.deepspeed.estimates"
 
@@ -38,6 +41,28 @@ class DeepSpeedConfig(BackendConfig):
     """Overlap gradient reduction with the backward pass; null: DeepSpeed's default for the stage."""
     config: str | None = None
     """A ds_config file (JSON) with further settings; a file that contradicts the run's options is rejected."""
+
+    @property
+    def fixed_accumulation(self) -> bool:
+        return True
+
+    @property
+    def chunked_loss(self) -> bool:
+        """Stage 3 gathers the weights of the output layer only while that layer runs."""
+        return self.stage < 3
+
+    @property
+    def sharded_states(self) -> tuple[str, ...]:
+        return ("optimizer", "gradients", "parameters")[: self.stage]
+
+    @property
+    def offloads(self) -> bool:
+        return self.offload_optimizer or self.offload_params
+
+    def unavailable(self) -> str:
+        if importlib.util.find_spec("deepspeed") is None:
+            return "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
+        return ""
 
     def problems(self) -> Iterable[str]:
         yield from positive("backend", self, "bucket_elements")
@@ -60,6 +85,11 @@ class DeepSpeedConfig(BackendConfig):
                 "train.on_nonfinite=skip does not work with DeepSpeed, whose engine takes every step: "
                 "use train.on_nonfinite=rollback"
             )
+        if cfg.train.chunked_loss and not self.chunked_loss:
+            yield (
+                "train.chunked_loss=true: with backend.stage=3, DeepSpeed gathers the output layer's weights only "
+                "while the layer runs: omit it, or use another backend.stage or train.backend=FSDP"
+            )
         if cfg.train.compile is True and self.stage == 3:
             yield (
                 "train.compile=true: compiled blocks cannot wait for the parameters that backend.stage=3 gathers: "
@@ -67,9 +97,7 @@ class DeepSpeedConfig(BackendConfig):
             )
 
     def conflicts_on(self, cfg: Any, at: Layout | None, gas: int | None) -> Iterable[str]:
-        """Return why DeepSpeed cannot run, and where its config file contradicts the run's options."""
-        if importlib.util.find_spec("deepspeed") is None:
-            yield "train.backend=deepspeed needs DeepSpeed, which is not installed: pip install 'wordrun[deepspeed]'"
+        """Return where the run's options contradict DeepSpeed's checkpoints and its config file."""
         if cfg.train.memory_checkpoint_interval:
             yield (
                 "train.memory_checkpoint_interval needs wordrun's own checkpoints, and train.backend=deepspeed writes "

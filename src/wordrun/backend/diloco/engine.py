@@ -38,7 +38,7 @@ BUCKET = 2**24
 class Islands(TorchBackend):
     """The backend of a rank's island, with the weights that all islands share (the outer weights)."""
 
-    on_islands = True
+    options_prefix = "backend.inner_options."
     options_of_islands: DilocoConfig
     islands: int
     island: int
@@ -144,7 +144,14 @@ class Islands(TorchBackend):
             return super().logits(tokens)
 
     def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "islands": self.islands, "between": bool(self.stale), "steps": self.steps}
+        found = {**super().facts(), "islands": self.islands, "between": bool(self.stale), "steps": self.steps}
+        if self.stale:
+            found["only_for"] = {
+                "backend": self.name,
+                "why": f"was saved between two exchanges of {self.islands} islands, whose weights differ then",
+                "instead": "resume from a checkpoint of a step that ends with an exchange",
+            }
+        return found
 
     def shards_to_write(self, weight_like: Mapping[str, Tensor]) -> shards.RankShards:
         """Return what this rank writes: its part of the outer state, and of its island's own.

@@ -18,7 +18,7 @@ from wordrun.train.options import DTYPES
 class DilocoConfig(BackendConfig):
     """DiLoCo, for slow links: islands of ranks train alone, and exchange weights every backend.sync_every steps."""
 
-    independent: ClassVar[bool] = True
+    synchronous: ClassVar[bool] = False
     estimates: ClassVar[str] = "wordrun.backend.diloco.estimates"
 
     name: str = "diloco"
@@ -42,6 +42,14 @@ class DilocoConfig(BackendConfig):
     def one_module(self) -> bool:
         """Whether nothing runs between the blocks, as with DDP within the islands."""
         return self.inner.upper() == "DDP"
+
+    @property
+    def sharded_states(self) -> tuple[str, ...]:
+        return self.inside().sharded_states
+
+    @property
+    def offloads(self) -> bool:
+        return self.inside().offloads
 
     def problems(self) -> Iterable[str]:
         yield from positive("backend", self, "islands", "sync_every", "fragments")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -265,15 +265,29 @@ class HookSet(Mapping[str, Hook]):
             with self._named(name, event, trainer.step or None, keep=during):
                 getattr(hook, event)(trainer)
 
-    def attach(self, trainer: Training) -> None:
-        """Let the backend call the hooks that read gradients.
+    def check_gradients(self, trainer: Training) -> None:
+        """Check that the backend gives access to gradients, if a hook reads them.
 
         Raises:
-            ConfigError: the backend does not give access to them.
+            ConfigError: it does not.
         """
-        weakly: Any = weakref.ref(trainer)  # the trainer closes the backend when it is garbage
-        for backend in {native(trainer, name) for name, _ in self._defining("on_gradients")}:
-            backend.on_gradients.append(lambda: self.call("on_gradients", weakly()))
+        for name, _ in self._defining("on_gradients"):
+            native(trainer, name)
+
+    @contextlib.contextmanager
+    def reading_gradients(self, trainer: Training) -> Iterator[None]:
+        """Let the backend call ``on_gradients`` of the hooks within a ``with`` block.
+
+        Afterwards the backend does not refer to the trainer, which closes the backend once nothing refers to it.
+        """
+        readers = [native(trainer, name) for name, _ in self._defining("on_gradients")]
+        for backend in readers:
+            backend.on_gradients = partial(self.call, "on_gradients", trainer)
+        try:
+            yield
+        finally:
+            for backend in readers:
+                backend.on_gradients = None
 
     @property
     def failure(self) -> Exception | None:

@@ -52,8 +52,8 @@ def _is_checked(trainer: Training) -> bool:
     """Return whether the step is checked, the same on all ranks."""
     train, step = trainer.cfg.train, trainer.step + 1
     intervals = (train.log_interval, train.eval_interval, *train.save_intervals)
-    on_cpu, independent = trainer.backend.device.type == "cpu", trainer.cfg.backend.independent
-    always = (on_cpu and not independent) or train.on_nonfinite == "skip"
+    on_cpu, synchronous = trainer.backend.device.type == "cpu", trainer.cfg.backend.synchronous
+    always = (on_cpu and synchronous) or train.on_nonfinite == "skip"
     checked = always or step in (1, train.max_iters) or any(due(step, interval) for interval in intervals)
     return checked and not any(hook.expects_divergence for hook in trainer.hooks.values())
 
@@ -82,7 +82,7 @@ def _skip_or_roll_back(trainer: Training, found: _Found) -> None:
 
 def is_finite(trainer: Training, result: StepResult) -> bool:
     """Return whether a step was finite, the same on all ranks; every rank must call this."""
-    if trainer.cfg.backend.independent:
+    if not trainer.cfg.backend.synchronous:
         return bool(torch.isfinite(all_sum(result.grad_norm)))
     if trainer.backend.dtype == torch.float16:
         # Gradients may overflow while the scaler looks for the largest scale, but not at any.

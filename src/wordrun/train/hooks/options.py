@@ -63,12 +63,12 @@ class EMAConfig(HookConfig):
         return [*fractions("hooks.ema", self, "decay"), *positive("hooks.ema", self, "interval")]
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        if cfg.backend.own_engine:
+        if not cfg.backend.keeps_parameters:
             yield (
-                "hooks=[ema] cannot average the weights of train.backend=deepspeed, which are flattened and sharded "
-                "inside its engine: use train.backend=DDP or FSDP"
+                f"hooks=[ema] cannot average the weights of train.backend={cfg.train.backend}, which are flattened and "
+                "sharded inside its engine: use train.backend=DDP or FSDP"
             )
-        if cfg.backend.independent:
+        if not cfg.backend.synchronous:
             yield (
                 f"hooks=[ema] averages the weights of all ranks, and train.backend={cfg.train.backend} has others on "
                 "each island: omit it, since the outer weights are already an average, or use train.backend=DDP or FSDP"
@@ -90,10 +90,10 @@ class StatisticsConfig(HookConfig):
         return positive("hooks.statistics", self, "interval")
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        if self.gradients and cfg.backend.own_engine:
+        if self.gradients and not cfg.backend.keeps_parameters:
             yield (
-                "hooks=[statistics] cannot read the gradients of train.backend=deepspeed, which its engine flattens: "
-                "use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
+                f"hooks=[statistics] cannot read the gradients of train.backend={cfg.train.backend}, which its engine "
+                "flattens: use hooks.statistics.gradients=false, or train.backend=DDP or FSDP"
             )
         if self.activations and cfg.train.compile is True:
             yield (

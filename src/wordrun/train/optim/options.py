@@ -199,8 +199,8 @@ class MuonConfig(OptimizerConfig):
         return -0.5 if self.scale == "adamw" else 0.0, 0.0
 
     def conflicts(self, cfg: Any) -> Iterable[str]:
-        if cfg.backend.own_engine:
+        if not cfg.backend.keeps_parameters:
             yield (
-                "optimizer=muon needs whole matrices, but train.backend=deepspeed flattens and shards them inside its "
-                "engine: use train.backend=FSDP or DDP"
+                f"optimizer=muon needs whole matrices, but train.backend={cfg.train.backend} flattens and shards them "
+                "inside its engine: use train.backend=FSDP or DDP"
             )
