@@ -1,4 +1,4 @@
-"""The wrappers of ``compat`` for DeepSpeed.
+"""Everything that touches DeepSpeed's private names or replaces them, and undoing that at the end of a run.
 
 Tried with DeepSpeed 0.19.8, with torch 2.8 and 2.13.
 """
