@@ -234,9 +234,9 @@ def test_a_hook_reads_the_complete_gradients_before_they_are_clipped(small: Word
 
 def test_an_engine_that_has_the_gradients_refuses_hooks_that_read_them() -> None:
     trainer: Any = Namespace(backend=object(), cfg=wordrun.compose(["train.backend=deepspeed"]))
-    HookSet([], {}, [Note()], [Outputs()]).attach(trainer)
+    HookSet([], {}, [Note()], [Outputs()]).check_gradients(trainer)
     with pytest.raises(ConfigError, match=r"hooks=\[Norms\] cannot read the weights and gradients of train\.backend="):
-        HookSet([], {}, [Norms()], [Outputs()]).attach(trainer)
+        HookSet([], {}, [Norms()], [Outputs()]).check_gradients(trainer)
 
 
 # Spikes
