@@ -72,8 +72,7 @@ class TorchBackend:
         self.skips = spec.cfg.train.on_nonfinite == "skip"
         self.adapts = bool(spec.cfg.lora_rank)
         self.unused = Unused(spec.cfg, spec.step, self.options_prefix)
-        self.on_gradients: Callable[[], None] | None = None
-        """Called in each step when the gradients are complete, before they are clipped."""
+        self._on_gradients: Callable[[], None] | None = None
         self.clock: StepTimer | None = None
         """Measures the current step; None: there is none."""
         self.alone, self.compile_scope = spec.layout.size == 1, spec.cfg.train.compile_scope
@@ -98,6 +97,15 @@ class TorchBackend:
         self.clock = None
         return StepResult(torch.stack(losses).sum(), self.update(learning_rate, clock, kept))
 
+    @contextmanager
+    def calling_with_gradients(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call ``call`` in each step within a ``with`` block, once the gradients are complete and before they are clipped."""
+        self._on_gradients = call
+        try:
+            yield
+        finally:
+            self._on_gradients = None
+
     def timer(self) -> AbstractContextManager[None]:
         """Return the context in which a collective is measured, if it is part of a training step."""
         return nullcontext() if self.clock is None else self.clock.collective()
@@ -116,8 +124,8 @@ class TorchBackend:
         clock.lap("communication")
         self.scaler.unscale_(self.optimizer)
         norm = self.total_norm()
-        if self.on_gradients is not None:
-            self.on_gradients()
+        if self._on_gradients is not None:
+            self._on_gradients()
         if kept and not norm.isfinite():  # synchronizes with an accelerator at every step
             self.scaler.update()
             self.optimizer_state.zero_grad()

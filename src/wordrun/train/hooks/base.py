@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -274,20 +275,16 @@ class HookSet(Mapping[str, Hook]):
         for name, _ in self._defining("on_gradients"):
             native(trainer, name)
 
-    @contextlib.contextmanager
-    def reading_gradients(self, trainer: Training) -> Iterator[None]:
-        """Let the backend call ``on_gradients`` of the hooks within a ``with`` block.
+    def reading_gradients(self, trainer: Training) -> AbstractContextManager[None]:
+        """Return the context in which the backend calls ``on_gradients`` of the hooks.
 
         Afterwards the backend does not refer to the trainer, which closes the backend once nothing refers to it.
         """
-        readers = [native(trainer, name) for name, _ in self._defining("on_gradients")]
-        for backend in readers:
-            backend.on_gradients = partial(self.call, "on_gradients", trainer)
-        try:
-            yield
-        finally:
-            for backend in readers:
-                backend.on_gradients = None
+        readers = self._defining("on_gradients")
+        if not readers:
+            return contextlib.nullcontext()
+        backend = native(trainer, readers[0][0])
+        return backend.calling_with_gradients(partial(self.call, "on_gradients", trainer))
 
     @property
     def failure(self) -> Exception | None:
