@@ -99,7 +99,7 @@ class TorchBackend:
 
     @contextmanager
     def calling_with_gradients(self, call: Callable[[], None]) -> Iterator[None]:
-        """Call ``call`` in each step within a ``with`` block, once the gradients are complete and before they are clipped."""
+        """Within a ``with`` block, call ``call`` in each step with complete gradients, before they are clipped."""
         self._on_gradients = call
         try:
             yield
