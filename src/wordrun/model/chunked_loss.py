@@ -71,8 +71,6 @@ def cross_entropy(
         group: the ranks that have the shards of the vocabulary, in its order and of equal sizes, all with the same
             ``x``; then the gradient of ``x`` is this shard's share of the sum.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     keep = torch.is_grad_enabled()
     known = targets.clamp(min=0)
     kernel: Callable[..., Tensor] = _compiled() if compiled else _softmax
@@ -81,7 +79,8 @@ def cross_entropy(
         first = dist.get_rank(group) * len(weight)
         known, vocab_size = known - first, vocab_size - first
     rows = len(x) if compiled and not group else max(1, kernel_thresholds.CHUNK // len(weight))
-    losses: Tensor = _CrossEntropy.apply(x, weight, known, vocab_size, softcap, dtype, kernel, rows, keep)  # type: ignore[no-untyped-call]
+    softmax = partial(kernel, vocab_size=vocab_size, softcap=softcap, gradient=keep)
+    losses: Tensor = _CrossEntropy.apply(x, weight, known, softmax, rows, keep)  # type: ignore[no-untyped-call]
     return losses * (targets >= 0)
 
 
@@ -94,13 +93,13 @@ class _CrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
-        softcap: float,
-        dtype: torch.dtype,
-        kernel: Callable[..., Tensor],
+        softmax: Callable[[Tensor, Tensor], Tensor],
         rows: int,
         keep: bool,
     ) -> Tensor:
+        """Return the losses (N,), with ``rows`` of the logits at a time; ``keep`` the gradient of all logits."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         a, w = x.to(dtype), weight.to(dtype)
         logits = torch.empty(len(x) if keep else min(rows, len(x)), len(weight), dtype=dtype, device=x.device)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -108,7 +107,7 @@ class _CrossEntropy(torch.autograd.Function):
             part = slice(start, min(start + rows, len(x)))
             into = logits[part] if keep else logits[: part.stop - start]
             torch.mm(a[part], w.t(), out=into)
-            losses[part] = kernel(into, targets[part], vocab_size, softcap, keep)
+            losses[part] = softmax(into, targets[part])
         ctx.save_for_backward(a, w, logits if keep else None)
         ctx.dtypes = x.dtype, weight.dtype
         return losses
@@ -119,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale = gradients[0][:, None]
         of_x = ((of_logits @ weight) * scale).to(ctx.dtypes[0])
         of_weight = (of_logits.t() @ (x * scale).to(x.dtype)).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, *[None] * 7
+        return of_x, of_weight, *[None] * 4
 
 
 def _softmax(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float, gradient: bool) -> Tensor:
