@@ -41,7 +41,7 @@ from wordrun.plan.recommendation import Advice, advise
 from wordrun.plan.report import show
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import traffic
-from wordrun.train.announce import spread_context
+from wordrun.train.hints import spread_context
 from wordrun.train.optim.options import AdamWConfig, OptimizerConfig
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from wordrun.train.run import Recoveries
+from wordrun.train.recoveries import Recoveries
 
 
 def test_each_fault_is_noted_once_and_completed_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

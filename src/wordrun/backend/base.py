@@ -209,6 +209,12 @@ def require_shards(folder: Path, facts: Mapping[str, Any], backend: str) -> None
             page="backends.md#which-models-on-which-backends",
         )
     only = facts.get("only_for")
+    if facts.get("between") and not only:  # until 0.1 the checkpoint said no more than that
+        only = {
+            "backend": "diloco",
+            "why": "was saved between two exchanges of islands",
+            "instead": "resume from another",
+        }
     if only and only["backend"] != backend:
         raise ConfigError(
             f"{folder} {only['why']}: resume with train.backend={only['backend']}, {only['instead']}, or start from "

@@ -64,7 +64,7 @@ class Sharding:
     cuts: tuple[Cut, ...] = ()
 
     def first_shard(self) -> Sharding:
-        """Return what the first cut leaves to a rank, divided by the other cuts; all ranks need equal shards."""
+        """Return the sharding of one shard of the first cut by the other cuts; the first cut must give equal shards."""
         cut, *rest = self.cuts
         return Sharding(cut.shard(Box((0,) * len(self.shape), self.shape), 0).shape, tuple(rest))
 
@@ -75,16 +75,16 @@ class Sharding:
             box = cut.shard(box, rank // cut.stride % cut.shards)
         return box
 
-    def overlapping(self, window: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the boxes that share elements with ``window``, each with its rank relative to the first box's."""
-        yield from self._divided(0, Box((0,) * len(self.shape), self.shape), self.cuts, window)
+    def overlapping(self, region: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the boxes that share elements with ``region``, each with its rank, counted from the first."""
+        yield from self._divided(0, Box((0,) * len(self.shape), self.shape), self.cuts, region)
 
-    def _divided(self, rank: int, box: Box, cuts: Sequence[Cut], window: Box) -> Iterator[tuple[int, Box]]:
+    def _divided(self, rank: int, box: Box, cuts: Sequence[Cut], region: Box) -> Iterator[tuple[int, Box]]:
         if not cuts:
             yield rank, box
             return
         cut = cuts[0]
-        step, start = cut.step(box), window.offset[cut.dim] - box.offset[cut.dim]
-        stop = min(start + window.shape[cut.dim], box.shape[cut.dim])
+        step, start = cut.step(box), region.offset[cut.dim] - box.offset[cut.dim]
+        stop = min(start + region.shape[cut.dim], box.shape[cut.dim])
         for number in range(max(0, start) // step, -(-stop // step)) if step else ():
-            yield from self._divided(rank + number * cut.stride, cut.shard(box, number), cuts[1:], window)
+            yield from self._divided(rank + number * cut.stride, cut.shard(box, number), cuts[1:], region)

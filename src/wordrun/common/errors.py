@@ -30,7 +30,13 @@ class UserError(Exception):
     """The section of docs/ that says more, such as ``launch.md#sites``; empty: the message says it all."""
 
     def __init__(self, message: object = "", *, page: str = "", cause: BaseException | None = None) -> None:
-        """Say ``message``; ``page`` says more than that of the class. A traceback also shows the ``cause``."""
+        """Create an error with this ``message``.
+
+        Args:
+            message: what is wrong, and the remedy.
+            page: the section of docs/ that says more; empty: the one of the class.
+            cause: shown by a traceback, as with ``raise ... from``.
+        """
         super().__init__(message)
         self.page = page or self.page
         if cause is not None:
@@ -110,14 +116,14 @@ def raise_all(errors: Sequence[UserError]) -> None:
 
 
 def _frames_of(error: BaseException, code: Any, file: str) -> list[traceback.FrameSummary]:
-    """Return the frames of ``error`` in the package that defines ``code``; of wordrun's own, only those in ``file``."""
+    """Return the frames of ``error`` in ``file`` and, if that is not wordrun, in the package that defines ``code``."""
     package = (getattr(code, "__module__", None) or "").partition(".")[0]
     walked = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = traceback.extract_tb(error.__traceback__)
-    own = [str(frame.f_globals.get("__name__")).partition(".")[0] == package != "wordrun" for frame in walked]
+    in_package = [str(frame.f_globals.get("__name__")).partition(".")[0] == package != "wordrun" for frame in walked]
     return [
         each
-        for each, inside in zip(found, own, strict=False)
+        for each, inside in zip(found, in_package, strict=False)
         if each.filename == file or (inside and each.filename[:1] != "<")
     ]
 
@@ -170,7 +176,7 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def listed(names: Iterable[str], width: int = 100) -> str:
-    """Return ``names`` for the end of a message, in parentheses, which are on lines of their own if they are many."""
+    """Return ``names`` in parentheses for the end of a message; many names get lines of their own."""
     text = f"({', '.join(names)})"
     if len(text) <= width:
         return f" {text}"

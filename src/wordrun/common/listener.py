@@ -17,9 +17,9 @@ from functools import partial
 
 # A connection has to say who it is in one line of at most this many bytes, within this long [s].
 LONGEST_LINE, PATIENCE_S = 1024, 10.0
-# At most this many connections may not have said who they are yet, and at most this fraction of the files that this
-# process may open. One more closes the oldest. Each selection accepts at most this fraction of them, so that a
-# connection that sends its line at once is read before it could be closed.
+# Limits for connections that have not said yet who they are: MOST of them, and the fraction FILES of the files that
+# this process may open. One more closes the oldest. A call accepts at most the fraction AT_ONCE of the limit, so that a
+# connection that sends its line at once is read before others can displace it.
 MOST, FILES, AT_ONCE = 128, 1 / 8, 1 / 4
 # For all ranks of a large job at the same moment; the kernel limits it further (net.core.somaxconn).
 BACKLOG = 4096
@@ -37,7 +37,7 @@ class Listener:
 
     Args:
         address: where to listen.
-        selector: gets functions without arguments as data, to be called when something arrives.
+        selector: where sockets are registered; the ``data`` of each is a function to call when something arrives.
         admit: gets each connection and the line that it has sent; it raises ``UnfitError``, or owns the connection.
         family: of the address.
         port: 0: a free one.

@@ -31,7 +31,7 @@ class TensorBatch:
         return replace(self, **moved)
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Return the batch with what the model multiplies by its weights in ``dtype``, that of the weights.
+        """Return the batch with its floating-point inputs in ``dtype``, the dtype of the weights.
 
         Only engines that do not use autocast need this. By default all floating-point tensors are cast.
         """

@@ -191,7 +191,7 @@ def groups(world: World, nodes: Sequence[int], axes: Layout | None) -> Iterator[
         mine = next((ranks for ranks in members if world.rank in ranks), ())
         if mine:
             yield Group(name, mine, handles[mine])
-        else:  # on uneven nodes; it takes part in nothing but what all ranks do
+        else:  # a rank in no group, on uneven nodes: it only takes part in collectives of all ranks
             yield Group(name, members[0], td.GroupMember.NON_GROUP_MEMBER)
 
 
@@ -199,11 +199,13 @@ Factor = Callable[[int], float]
 
 
 def operations(world: World, group: Group) -> dict[str, tuple[Callable[[int], Call], Factor]]:
-    """Return for each operation a function that prepares it for a size [bytes], and busbw / algbw by ranks."""
+    """Return each operation by name: a function that prepares it for a size [bytes], and the ratio of bus bandwidth
+    (busbw) to algorithm bandwidth (algbw) as a function of the number of ranks.
+    """
     n, device, handle = len(group.ranks), torch.device(world.device), group.handle
 
     def buffer(size: int, shares: int = 1) -> torch.Tensor:
-        """Return ``shares`` of the n shares of ``size`` bytes, each of at least one number."""
+        """Return a buffer of ``shares`` / n of ``size`` bytes, at least one number for each share."""
         return torch.zeros(max(1, size // 4 // n) * shares, device=device)
 
     def all_reduce(size: int) -> Call:

@@ -18,7 +18,7 @@ from wordrun.launch.walltime import default_margin
 
 # A Python in these folders is not an environment. First in PATH, it would hide what a site's modules provide.
 SYSTEM = ("/usr", "/usr/local")
-# Variables of the submitting shell that a job needs, too, never those with keys. The values of FOLDERS are paths.
+# Variables of the submitting shell that a job needs, too; secrets are never among them. FOLDERS have paths as values.
 FOLDERS = ("WORDRUN_DATA_HOME", "HF_HOME", "TIKTOKEN_CACHE_DIR", "WANDB_DIR")
 CARRIED = (*FOLDERS, "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY")
 

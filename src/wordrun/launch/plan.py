@@ -29,7 +29,7 @@ from wordrun.launch.site import UNKNOWN, Site
 # Variables of a process, a host or Open MPI itself, which are not forwarded to other hosts.
 NOT_FORWARDED = re.compile(r"_|PWD|OLDPWD|SHLVL|HOSTNAME|(OMPI|OPAL|PMIX|PRTE)_.*")
 # Variables that rank_env.sh cannot pass on: dash drops those whose names are no identifiers, such as bash's exported
-# functions, and shells set those at the end themselves.
+# functions; the others in this expression are set by shells themselves.
 NOT_BY_SHELLS = re.compile(
     r"(?![A-Za-z_][A-Za-z0-9_]*\Z).*|BASH(?!_ENV$)\w*|COMP_WORDBREAKS|EPOCH(SECONDS|REALTIME)|HISTCMD|IFS|LINENO"
     r"|OPT(IND|ARG|ERR)|POSIXLY_CORRECT|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS",
@@ -43,7 +43,7 @@ class LaunchPlan(Request):
 
     launcher: Launcher
     starter: RankStarter
-    """What lets the launcher start the ranks, or something that starts them."""
+    """Decides what the launcher starts: the ranks themselves, or processes that start them."""
     argv: tuple[str, ...]
     env_unset: tuple[str, ...]
     """Variables to remove before setting ``env``."""
@@ -72,17 +72,18 @@ def build(
         ConfigError: the launcher cannot do what an option asks.
     """
     request, starter = Request(job, options, ranks, decided, site), starter_of(options)
-    starts = starter.request(request, launcher)
+    started = starter.request(request, launcher)  # what the launcher starts; ``request`` is what the user asked for
     unset = {name for name in env if is_stale(name) or name in site.unset}
     exported = [
         name for name in env if not (name in unset or NOT_BY_SHELLS.fullmatch(name) or NOT_FORWARDED.fullmatch(name))
     ]
-    env_set, reasons = environment(request, launcher, env, launcher.variables(starts))
+    env_set, reasons = environment(request, launcher, env, launcher.variables(started))
     env_set = starter.environment(env_set)
-    request, starts = (replace(each, env=env_set, exported=tuple(exported)) for each in (request, starts))
+    request, started = (replace(each, env=env_set, exported=tuple(exported)) for each in (request, started))
     kept = {name: value for name, value in env.items() if name not in unset}
-    argv = launcher.argv(past_the_shell(starts, launcher, {**kept, **env_set}))
+    argv = launcher.argv(past_the_shell(started, launcher, {**kept, **env_set}))
     path = request.hosts_file
+    # The file of hosts is written only if the command line or a variable names it.
     is_named = any(word.endswith(path) for word in (*argv, *env_set.values()))
     return LaunchPlan(
         **vars(request),
@@ -91,7 +92,7 @@ def build(
         argv=argv,
         env_unset=tuple(sorted(unset - set(env_set))),
         reasons={**job.reasons, "ranks": ranks.why, "launcher": launcher.why, **reasons},
-        files={path: launcher.hosts_text(starts)} if is_named else {},
+        files={path: launcher.hosts_text(started)} if is_named else {},
     )
 
 
@@ -224,15 +225,15 @@ def _terminal() -> str:
 
 def check_command(word: str, path: str) -> None:
     """Raise a CommandError, with a shell's exit status, if ``word`` cannot be run with the PATH ``path``."""
-    runnable, plain = find_command(word, path)
+    runnable, found = find_command(word, path)
     if runnable:
         return
-    if not plain:
+    if not found:
         directory = " (it is a directory)" if os.path.isdir(word) else ""
         where = "no such file" if "/" in word else "not in PATH"
         raise CommandError(f"{word}: command not found{directory or f': {where}'}", 127)
-    if plain.endswith(".py"):
+    if found.endswith(".py"):
         raise CommandError(f"{word} is not an executable file; did you mean: launch python {word}", 126)
     if "/" in word:
         raise CommandError(f"{word} is not executable: chmod +x {word}", 126)
-    raise CommandError(f"{word}: command not found: no executable in PATH (there is a file {plain}; chmod +x?)", 127)
+    raise CommandError(f"{word}: command not found: no executable in PATH (there is a file {found}; chmod +x?)", 127)

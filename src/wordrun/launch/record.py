@@ -140,7 +140,7 @@ def how_to_continue(plan: LaunchPlan, status: int) -> str:
         return ""
     content = read_json(run_dir / RECORD)
     if str(content.get("exit_reason")).startswith("stopped by") or content.get("complete"):
-        return ""  # the run has said it, or it failed after its last step
+        return ""  # the run itself has said how to continue, or there is nothing to continue
     return f"to continue from the last checkpoint{where}:\n{again}"
 
 

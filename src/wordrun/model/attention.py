@@ -1,7 +1,8 @@
 """Causal attention over all earlier tokens, over a window of them, or within documents; and the masks for documents.
 
-``causal_attention`` chooses the implementation: torch's fused kernels, products with all weights in memory (on CPUs,
-where that is faster), window by window, document by document, or torch's FlexAttention, which skips blocks of tokens.
+``causal_attention`` chooses the implementation: torch's fused kernels, matrix products that keep all
+attention weights in memory (on CPUs, where that is faster), window by window, document by document, or torch's
+FlexAttention, which skips blocks of tokens.
 
 Shapes: B sequences, T queries, S keys, n blocks of tokens, N query heads, M key heads, H head size.
 """
@@ -27,7 +28,8 @@ if TYPE_CHECKING:  # the import takes as long as that of torch's compiler
 BLOCK = 128
 """Tokens in a block; FlexAttention's default, for which its kernels are tuned."""
 Runs = tuple[int | Tensor, ...]
-"""The tokens of all sequences, in order: the lengths of documents, and masks (n, n) for n tokens in short documents."""
+"""All tokens of the sequences, in order, as runs: an integer is the length of one document, and a mask (n, n) stands
+for n tokens in several short documents."""
 
 
 class UncompiledRuns:
@@ -75,15 +77,15 @@ def document_mask(
 
 
 LONG = 64
-"""Mean number of tokens in a document from which on a CPU is faster with each document by itself (measured)."""
+"""If documents have at least this many tokens on average, a CPU is faster if it computes each by itself (measured)."""
 TOGETHER = 256
-"""Most tokens of shorter documents whose attention a CPU computes together, under one mask."""
+"""Maximum number of tokens in a run of short documents, whose attention a CPU computes together, under one mask."""
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[int | Tensor]:
-    """Yield masks (n, n) for runs of documents of these ``lengths``, and the lengths of those that are long."""
+    """Yield runs of documents of these ``lengths``: a mask (n, n) for several short ones, the length of a long one."""
     run: list[int] = []
-    for length in [*lengths, TOGETHER]:
+    for length in [*lengths, TOGETHER]:  # the last one only ends the last run
         if sum(run) + length > TOGETHER and run:
             numbers = torch.repeat_interleave(torch.tensor(run))
             yield (numbers[:, None] == numbers).tril() if len(run) > 1 else run[0]

@@ -109,9 +109,9 @@ def match(
     """Match each weight of the model that ``cfg`` describes to one of transformers' weights.
 
     Args:
-        theirs: transformers' weights; only a few small ones are read.
+        theirs: transformers' weights, which are read on access.
         shapes: shapes of all of them. Positions beyond ``cfg.block_size`` are ignored.
-        cfg: shapes; without ``vocab_size`` the embedding has as many rows as theirs.
+        cfg: the model's options; if ``vocab_size`` is None, the embedding has as many rows as theirs.
 
     Returns:
         Our names mapped to names in ``theirs``, and the mismatches, one line per weight.
@@ -290,7 +290,7 @@ FAMILIES = {
     _GEMMA_PARTS: "gemma3_text",
     _GEMMA_PARTS | {"window"}: "gemma3_text",
 }
-"""transformers' model types by the options of ours that are not as in LLaMA."""
+"""transformers' model types, by the set of our options in which a model differs from LLaMA."""
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -36,7 +36,13 @@ def check_bias(bias: Tensor) -> None:
 
 
 def split(name: str, matrices: Tensor, n_experts: int) -> dict[str, Tensor]:
-    """Return the matrix of each expert by its name in the files, given that of all, and the ``name`` it would have."""
+    """Return each expert's matrix by its name in Hugging Face's files.
+
+    Args:
+        name: name of the matrices of all experts.
+        matrices: these, (n_experts * rows, columns).
+        n_experts: number of experts.
+    """
     module, _, layer = name.partition(".experts.")
     each = matrices.view(n_experts, -1, matrices.shape[-1]).unbind()
     return {f"{module}.experts.{i}.{layer}": matrix.contiguous() for i, matrix in enumerate(each)}
@@ -76,7 +82,7 @@ def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 def _unstacked(
     theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], names: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return ``theirs`` and ``shapes`` with stacked experts named and shaped as the result of ``join``."""
+    """Return ``theirs`` and ``shapes`` with what transformers 5 stacks named and shaped as if it had been joined."""
     readers = {name: partial(theirs.__getitem__, name) for name in shapes}
     sizes = dict(shapes)
     for stacked, size in shapes.items():
@@ -96,5 +102,5 @@ def _unstacked(
 
 
 def _part(theirs: Mapping[str, Tensor], name: str, part: int, parts: int) -> Tensor:
-    """Return one of ``parts`` of the rows of each expert in the tensor ``name``, concatenated."""
+    """Divide each expert's rows of the tensor ``name`` into ``parts``; return number ``part`` of all, joined."""
     return theirs[name].chunk(parts, dim=1)[part].flatten(0, 1)

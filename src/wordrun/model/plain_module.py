@@ -20,7 +20,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class PlainModel(Model):
-    """What backends need of a plain module, mixed into its class.
+    """Adds to the class of a plain module what backends need.
 
     Its weights start with the values that its constructor gives them, for which every rank constructs it on the CPU.
     """
@@ -70,7 +70,7 @@ class PlainModel(Model):
 
 
 def _named(tensors: Callable[..., Iterable[tuple[str, Tensor]]], prefix: str = "", recurse: bool = True) -> Any:
-    """Return ``tensors`` by all their names: a shared one has several, and is filled under each."""
+    """Call ``tensors``, such as ``named_parameters``, and return shared tensors under each of their names."""
     return tensors(prefix, recurse, remove_duplicate=False)
 
 

@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_size: H, which must be even.
         theta: base; larger values give slower rotations.
-        factor: slows down slow rotations, as in ``rotary_table``; 1: none.
+        factor: divides the frequency of slow rotations, as in ``rotary_table``; 1: leaves all as they are.
     """
 
     def __init__(self, head_size: int, theta: float, factor: float) -> None:
@@ -37,7 +37,7 @@ class RotaryEmbedding(nn.Module):
             q: queries.
             k: keys of the same tokens.
             start: position of the first token.
-            context: the ranks among which the sequences are divided, which say where this rank's tokens are.
+            context: how sequences are divided over ranks, from which the positions of this rank's tokens follow.
         """
         cos, sin = self._table(q, start, context)
         return rotate(q, cos, sin), rotate(k, cos, sin)
@@ -45,10 +45,10 @@ class RotaryEmbedding(nn.Module):
     def _table(self, q: Tensor, start: int, context: Context | None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (T, 1, H), for the tokens of ``q``; all blocks share the table that is kept."""
         # torch.compile fuses the computation; tensor subclasses, such as fake tensors, must not be cached.
-        kept = type(q) is Tensor and not torch.compiler.is_compiling()
-        make = _kept_table if kept else rotary_table
+        cached = type(q) is Tensor and not torch.compiler.is_compiling()
+        make = _kept_table if cached else rotary_table
         end = start + q.shape[1] * (context.size if context else 1)
-        # During generation, one table serves many tokens.
+        # With a start, text is being generated token by token: a table of the next power of two serves many of them.
         T = 2 ** math.ceil(math.log2(end)) if start else end
         cos, sin = make(T, self.head_size, self.theta, self.factor, q.device)
         if context:

@@ -12,13 +12,8 @@ from typing import Any
 import torch
 
 from wordrun.common.log import FIRST_RANK, LOG_FILE, LOGGER
-from wordrun.config.schema import Config
-from wordrun.dist.mesh import Layout
-from wordrun.plan.parameter_shapes import ModelShapes
-from wordrun.plan.strategy import Strategy
-from wordrun.plan.traffic import context_traffic
 from wordrun.train import resume
-from wordrun.train.hints import relative, resume_command, unused
+from wordrun.train.hints import relative, resume_command, spread_context, unused
 from wordrun.train.hooks.base import Training
 from wordrun.train.metrics import device_name
 from wordrun.train.options import accumulation
@@ -99,15 +94,3 @@ def announce_end(trainer: Training, error: str, drawn: Sequence[Path], *, failed
     for file in drawn:
         LOGGER.info("%s: %s", "report" if file.suffix == ".html" else "plot", relative(file))
     LOGGER.info("run directory: %s", relative(trainer.run.path))
-
-
-def spread_context(cfg: Config, at: Layout, per_node: int, model: ModelShapes | None) -> str:
-    """Return a warning if ranks that share a sequence are on several nodes, which have ``per_node`` ranks each."""
-    if at.cp == 1 or at.size <= per_node or per_node % (at.cp * at.tp) == 0 or model is None:
-        return ""
-    sent = sum(each.sent for each in context_traffic(model, Strategy("", cfg, at)))
-    fits = [n for n in range(1, at.cp) if at.cp % n == 0 and per_node % (n * at.tp) == 0]
-    return (
-        f"backend.cp={at.cp} spans nodes, which have {per_node} ranks each: for attention, each rank sends "
-        f"{sent / 2**20:.1f} MiB per step; backend.cp={fits[-1]} keeps the ranks of a sequence on one node"
-    )

@@ -1,4 +1,4 @@
-"""What can be done next with a run, as commands to paste."""
+"""Hints about a run: commands to paste for what can be done next, devices that it leaves unused, and slow layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from pathlib import Path
 from wordrun.checkpoint.folder import all_in
 from wordrun.common.errors import UserError
 from wordrun.config.registry import part_of
+from wordrun.config.schema import Config
+from wordrun.dist.mesh import Layout
 from wordrun.model.options import ModelConfig, TransformerConfig
+from wordrun.plan.parameter_shapes import ModelShapes
+from wordrun.plan.strategy import Strategy
+from wordrun.plan.traffic import context_traffic
 
 
 def own_command(arguments: Sequence[str]) -> list[str]:
@@ -161,3 +166,15 @@ def _program(command: Sequence[str]) -> Sequence[str]:
 def relative(path: Path) -> Path:
     """Return ``path`` relative to the working directory, if it is below it."""
     return path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
+
+
+def spread_context(cfg: Config, at: Layout, per_node: int, model: ModelShapes | None) -> str:
+    """Return a warning if ranks that share a sequence are on several nodes, which have ``per_node`` ranks each."""
+    if at.cp == 1 or at.size <= per_node or per_node % (at.cp * at.tp) == 0 or model is None:
+        return ""
+    sent = sum(each.sent for each in context_traffic(model, Strategy("", cfg, at)))
+    fits = [n for n in range(1, at.cp) if at.cp % n == 0 and per_node % (n * at.tp) == 0]
+    return (
+        f"backend.cp={at.cp} spans nodes, which have {per_node} ranks each: for attention, each rank sends "
+        f"{sent / 2**20:.1f} MiB per step; backend.cp={fits[-1]} keeps the ranks of a sequence on one node"
+    )

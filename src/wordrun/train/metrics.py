@@ -27,7 +27,7 @@ PASSES = ("data", "forward", "backward", "passes")
 """The phases of a step that measure a rank's own work. On an accelerator, collectives may overlap with them."""
 PHASES = (*PASSES, "communication", "optimizer")
 GATHERED = 64
-"""Up to this many ranks, each gets the times of all; beyond, the messages would grow with the number of ranks."""
+"""Up to this many ranks, each gets the times of all ranks; beyond, a histogram of them, whose size is constant."""
 RANK_BITS = 24
 """A rank's time in microseconds and its number are compared as one integer, whose last bits are the number."""
 BINS = 32
@@ -185,7 +185,7 @@ class Meter:
         packed, negated_least, *highest = all_max(torch.tensor(sent, device=self.device)).tolist()
         longest, slowest = divmod(packed, 1 << RANK_BITS)
         spread = longest + negated_least
-        # A histogram of the ranks' times instead of all of them.
+        # A maximum of negated times is their minimum. A histogram between the two extremes gives the median.
         bins = torch.zeros(2, BINS)
         above_least = micro + negated_least
         bins[:, min(BINS - 1, BINS * above_least // max(1, spread))] = torch.tensor([1.0, above_least])

@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -32,6 +32,7 @@ from wordrun.track.metrics_jsonl import between, read
 from wordrun.track.report import page
 from wordrun.track.run_json import TYPES, read as read_record, typed
 from wordrun.train.provenance import commits, versions
+from wordrun.train.recoveries import Recoveries
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
@@ -422,33 +423,3 @@ def _point_latest_at(path: Path) -> None:
         files.point(outputs / "latest", os.path.relpath(path, outputs))
     except OSError as error:
         LOGGER.warning("cannot update the link %s: %s", outputs / "latest", error)
-
-
-class Recoveries:
-    """The faults of a run so far.
-
-    Args:
-        before: those already in run.json.
-        step: where the run resumes.
-        source: ``memory`` or ``disk``; None: it starts at step 0.
-    """
-
-    def __init__(self, before: Sequence[Mapping[str, Any]], step: int, source: str | None) -> None:
-        noted = {fault.get("time") for fault in before}
-        faults = json.loads(os.environ.get("WORDRUN_FAULTS", "[]"))
-        self._new = [
-            {**fault, "resumed_step": step, "source": source, "seconds": None}
-            for fault in faults
-            if fault["time"] not in noted
-        ]
-        self.all = [*before, *self._new]
-        """Each with the keys rank, pid, cause, last_step, time, resumed_step, source and seconds, if known."""
-
-    def complete(self) -> bool:
-        """After a step, note how long it took to get there since the last fault; return whether that adds anything."""
-        faults, self._new = self._new, []
-        for fault in faults:
-            fault["seconds"] = round(time.time() - fault["time"], 3)
-        if faults:
-            LOGGER.info("%.1f s from the fault (%s) to the next step", faults[-1]["seconds"], faults[-1]["cause"])
-        return bool(faults)

@@ -1,7 +1,7 @@
 """The learning rate of each step: a linear warm-up, then a schedule.
 
-A schedule is a line in ``config/parts.py`` and a function of its options, the steps since the warm-up, the steps from
-the warm-up to the end of the decay, and the highest and lowest learning rate.
+A schedule is a function, registered in ``config/parts.py``. Its arguments are its options, the steps since the warm-up,
+the steps from the warm-up to the end of the decay, and the highest and the lowest learning rate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What train.backend=diloco needs of memory and sends, for ``wordrun plan``."""
+"""The memory and the traffic of train.backend=diloco, for ``wordrun plan``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from wordrun.plan.traffic import Traffic, ring, traffic
 
 @memory_of_rank.register(DilocoConfig)
 def _memory(options: DilocoConfig, model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: int) -> Memory:
-    """An island's backend, with the outer weights and their momentum where its shards are."""
+    """Return the memory of the backend within an island, with the outer weights and their momentum, which are sharded
+    and offloaded like the weights.
+    """
     mine = on_island(strategy, options.inside())
     need = memory_of_rank(mine.backend, model, mine, checkpointing, pp_rank)
     copies = 2 if options.outer_momentum else 1
@@ -25,7 +27,7 @@ def _memory(options: DilocoConfig, model: ModelShapes, strategy: Strategy, check
 
 @traffic.register(DilocoConfig)
 def _traffic(options: DilocoConfig, model: ModelShapes, strategy: Strategy, pp_rank: int = 0) -> list[Traffic]:
-    """An island's own traffic, and the exchange among islands, as its share of a step."""
+    """Return the traffic within an island, and that of the exchange among islands, divided by the steps between two."""
     mine, islands = on_island(strategy, options.inside()), strategy.layout.islands
     total = 4 * numel(model.stage(model.layers), shard=mine.layout.shards)
     sent = ring(2, islands) * total / options.sync_every

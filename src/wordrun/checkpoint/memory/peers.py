@@ -26,7 +26,7 @@ REQUEST = re.compile(rb"([0-9a-f]+) (\w[\w.-]*/\w[\w.-]*)\n")
 LENGTH = 8
 # Bytes received before they are written: they stay in the processor's cache.
 BUFFER = 2**20
-# Between looks at connections that say nothing, and at whether to go on [s].
+# How often silent connections, and whether to stop, are checked [s].
 LOOK_S = 0.2
 
 
@@ -119,7 +119,7 @@ def _exactly(peer: socket.socket, buffer: Any) -> Any:
 def _address(world: World) -> tuple[socket.AddressFamily, str, str]:
     """Return the family and the address at which this rank should listen, and its name for others.
 
-    It is on the network on which the ranks have met: the one through which this host reaches rank 0.
+    The address is on the network through which this host reaches rank 0, where the ranks have met.
     """
     if world.size == 1:
         return socket.AF_INET, "127.0.0.1", "127.0.0.1"

@@ -54,13 +54,13 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
 
 
 def warn_of_other_code(folder: Path, manifest: Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:
-    """Log if the shards in ``folder``, which the options name, were made by other code than today's."""
+    """Warn if the source or the tokenizer has other code today than when the shards in ``folder`` were made."""
     names = {"data": data.kind, "tokenizer": tokenizer.name}
     made = manifest.settings.get("code", {})
     for kind, code in code_of(data, tokenizer).items():
         if code != made.get(kind, code):
             LOGGER.warning(
-                "%s was prepared with other code of %s=%s, and is used as it is: remove it to prepare the data again",
+                "%s was prepared before the code of %s=%s changed, and is used as it is: remove it to prepare it again",
                 folder,
                 kind,
                 names[kind],
@@ -68,7 +68,7 @@ def warn_of_other_code(folder: Path, manifest: Manifest, data: TextConfig, token
 
 
 def code_of(data: TextConfig, tokenizer: TokenizerConfig) -> dict[str, str]:
-    """Return a hash of the code of the source and of the tokenizer, by kind, for those from outside wordrun."""
+    """Return the hash of the code of the source ("data") and of the tokenizer, if they are from outside wordrun."""
     parts = {kind: part_of(kind, options) for kind, options in (("data", data), ("tokenizer", tokenizer))}
     return {kind: _code(part) for kind, part in parts.items() if part.origin}
 

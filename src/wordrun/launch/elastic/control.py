@@ -1,9 +1,10 @@
-"""``launch --elastic``: what ``launch`` tells the guardians of the nodes, and what it does when one or a rank dies.
+"""``launch --elastic``: how ``launch`` directs the guardians, and what it does when a guardian or a rank dies.
 
+A guardian is a process on each node that forks the node's ranks, watches them and reports their ends.
 A generation is all ranks, from their start until they have ended. When a rank is killed, the guardians kill the others
 and start the next generation, which resumes the run. After the loss of a node, the next generation runs on a spare one;
-when a lost node is back, it becomes a spare one. Everything else ends the launch as it would without guardians: the
-failures of ranks are reported in the folder in which ``Supervisor`` expects the reports of ``rank_env.sh``.
+when a lost node is back, it becomes a spare one. Any other failure ends the launch, as without guardians:
+``Supervisor`` finds reports of the ranks' ends in the same folder as those that ``rank_env.sh`` writes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Generation:
     pids: dict[int, int] = field(default_factory=dict)
     """The process IDs of the ranks by rank, once all nodes have started theirs."""
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Reports of failed ranks, in order, while it is open whether a killed rank has caused the failures."""
+    """Reports of failed ranks, in order, until it is decided whether a killed rank has caused the failures."""
     decide_at: float = float("inf")
     """When to take the first failure for the cause, on the monotonic clock."""
 
@@ -96,7 +97,7 @@ class GuardianControl(RankControl):
     def send(self, number: int, launcher: int) -> None:
         """Send a signal to every rank or, before guardians can do so, to the launcher."""
         if number == signal.SIGTERM and SCHEDULERS[self.plan.job.scheduler].is_ending(self.plan.job):
-            return  # the ranks have received theirs
+            return  # the scheduler has sent it to the ranks
         self.connections.send(self.connections.open, do="signal", number=number)
         if not self.connections.open or self.state == "meeting":
             super().send(signal.SIGTERM if number in STOPPING else number, launcher)
@@ -132,7 +133,10 @@ class GuardianControl(RankControl):
 
     @property
     def knows_ends(self) -> bool:
-        """Whether guardians have reported the end of every rank, or the ranks are started anew by a launcher."""
+        """Whether the launcher's status does not matter.
+
+        Guardians have reported the end of every rank, or a launcher will start the ranks anew.
+        """
         return self.succeeded or self.uses_mpi
 
     def stop(self) -> None:
@@ -149,7 +153,7 @@ class GuardianControl(RankControl):
         self.connections.close()
 
     def finish(self) -> None:
-        """Note whether a guardian was lost before the ranks had ended, and close: the launcher has ended."""
+        """After the end of the launcher: note whether a guardian was lost before the ranks had ended, and close."""
         hosts = self.connections.hosts
         if not self.lost and self.state != "leaving" and hosts and not self.stopping:
             absent = [node for node in range(self.nodes.count) if node not in hosts]
@@ -343,8 +347,8 @@ class GuardianControl(RankControl):
 
 # A guardian that has not done what it was told to, such as kill its ranks, within this time [s] counts as lost.
 ANSWER_S = 60.0
-# Before they are ready, they import what the ranks need, for at most this long [s] after the first one is ready. They
-# connect before that, so one that has not connected after ANSWER_S has died: not every launcher says so.
+# A guardian connects, and then imports what the ranks need; the slowest may be ready this long [s] after the first one.
+# A guardian that has not connected after ANSWER_S has died: not every launcher reports that.
 READY_S = 300.0
 
 

@@ -39,7 +39,7 @@ class Choice(NamedTuple):
     why: str = ""
     warning: str = ""
     network: str = ""
-    """The value of ``slurm.NETWORK``; empty: leave it to MPICH."""
+    """The value for the variable that ``slurm.NETWORK`` names; empty: leave it to MPICH."""
 
 
 def choose(srun: str, search: LauncherSearch) -> Choice:
@@ -54,22 +54,22 @@ def choose(srun: str, search: LauncherSearch) -> Choice:
     configured = re.search(r"^MpiDefault\s*=\s*(\w+)", _output(["scontrol", "show", "config"], env), re.MULTILINE)
     default = configured[1] if configured else "none"
     exported = env.get("SLURM_MPI_TYPE", "")
-    # In the shell of an interactive step, SLURM has set it to the default.
+    # In the shell of an interactive step, SLURM itself sets this variable to its default, so that is no user's choice.
     if exported and not (exported == default and "SLURM_STEP_ID" in env):
         return Choice(why=f"SLURM_MPI_TYPE={exported} was exported")
-    text, whose = _version(search.options.command, env, guess=default == "none")
+    text, source = _version(search.options.command, env, guess=default == "none")
     found = next(((match[0], types) for name, types in LIBRARIES if (match := re.search(name, text))), None)
     if not found:
         return Choice(why=f"MPI: SLURM's default, {default}; no known MPI library was found")
     library, types = re.sub(r"( version)?\s*:?\s+", " ", found[0], flags=re.IGNORECASE), found[1]
     known = {"none", *(each for _, supported in LIBRARIES for each in supported)}
     if default.partition("_v")[0] in types or default.partition("_v")[0] not in known:
-        return Choice("", f"MPI: SLURM's default, {default}; {whose} {library}", "", _network(default, text, env))
+        return Choice("", f"MPI: SLURM's default, {default}; {source} {library}", "", _network(default, text, env))
     listed = re.findall(r"\w+", _output([srun, "--mpi=list"], env))
     chosen = next((each for each in types if each in listed), "")
     if chosen:
-        return Choice(chosen, f"--mpi={chosen}: {whose} {library}", "", _network(chosen, text, env))
-    lacking = f"{whose} {library}, which needs --mpi={' or '.join(types)}, but `srun --mpi=list` does not list it"
+        return Choice(chosen, f"--mpi={chosen}: {source} {library}", "", _network(chosen, text, env))
+    lacking = f"{source} {library}, which needs --mpi={' or '.join(types)}, but `srun --mpi=list` does not list it"
     return Choice("", lacking, f"{lacking}: each rank of an MPI program will be rank 0 of 1")
 
 

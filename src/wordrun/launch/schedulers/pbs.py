@@ -33,7 +33,7 @@ class PBS(Scheduler):
 
     name = "pbs"
     variable = "PBS_JOBID"
-    # OMP_NUM_THREADS and NCPUS are the CPUs of the job's chunk on the first node.
+    # PBS sets OMP_NUM_THREADS to NCPUS, the CPUs of the job's chunk on the first node.
     exports: ClassVar[Mapping[str, str]] = {
         "TMPDIR": r".*/pbs\.\d+\b[^/]*",
         "OMP_NUM_THREADS": "{NCPUS}",
@@ -87,7 +87,7 @@ class PBS(Scheduler):
         )
 
     def granted(self, env: Mapping[str, str], host: LocalHost, hosts: Sequence[str]) -> Iterator[Grant]:
-        """Yield NCPUS for all hosts, though PBS counts only the CPUs of the first chunk, and this host's own cores."""
+        """Yield NCPUS for all hosts. It counts the CPUs of the job's first chunk; PBS does not tell those of others."""
         if env.get("NCPUS", "").isdigit() and int(env["NCPUS"]):
             yield (int(env["NCPUS"]),) * len(hosts), "NCPUS"
         yield tuple(host.cores if short(each) == short(host.name) else sys.maxsize for each in hosts), host.cores_why
@@ -121,7 +121,7 @@ class PBS(Scheduler):
         return ["qsub", *(["-W", f"depend=afterany:{previous}"] if previous else []), path]
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """A site's ``select`` fixes what jobs get of a node, except GPUs in queues that count devices."""
+        """Return words for what the site's ``select`` fixes; empty: nothing, or GPUs in queues that count devices."""
         by_device = resource == "gpu" and queue.get("device_per_rank")
         return "what jobs have of a node (submit.select)" if "select" in site.submit and not by_device else ""
 

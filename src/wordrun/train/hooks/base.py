@@ -146,7 +146,8 @@ class Hook:
     def on_gradients(self, trainer: Training) -> None:
         """Called in each step when the gradients of all micro-steps are complete, before they are clipped.
 
-        They are in ``grad`` of the parameters in ``trainer.backend.parts``, or None, and are dropped in the same step.
+        They are in ``grad`` of the parameters in ``trainer.backend.parts`` (None: the loss does not depend on the
+        parameter), until the end of the step.
         Sharded parameters have sharded gradients. ``trainer.step`` does not include this step yet, because it may be
         skipped or undone. DeepSpeed, whose engine has the gradients, refuses hooks with this method.
         """
@@ -154,8 +155,8 @@ class Hook:
     def accepts_step(self, trainer: Training) -> bool:
         """Return whether the step with ``trainer.result`` counts, the same on all ranks.
 
-        Called before ``trainer.step`` includes the step. If it does not count, the next step has the same number, and
-        the examples that come next.
+        Called before ``trainer.step`` includes the step. If it does not count, the next step has the same number,
+        and other examples: those that come next.
         """
         return True
 
@@ -237,8 +238,8 @@ class HookSet(Mapping[str, Hook]):
         self.has_others = bool(configured or added)
         """Whether there are hooks besides wordrun's own."""
         self.failed: dict[str, Exception] = {}
-        """The errors of hooks that have failed during training, by the hook's name. These hooks are no longer called. A
-        schedule that has failed is here, too, as "the learning rate"."""
+        """The errors of hooks that have failed during training, by the hook's name; these hooks are no longer called.
+        An error of the schedule has the name "the learning rate"."""
         self._overriding: dict[str, list[tuple[str, Hook]]] = {}
         """By name of a method, the hooks that override it: most hooks have few of the methods that a step calls."""
 
@@ -278,7 +279,7 @@ class HookSet(Mapping[str, Hook]):
     def reading_gradients(self, trainer: Training) -> AbstractContextManager[None]:
         """Return the context in which the backend calls ``on_gradients`` of the hooks.
 
-        Afterwards the backend does not refer to the trainer, which closes the backend once nothing refers to it.
+        After it, the backend has no reference to the trainer: garbage collection of a trainer closes its backend.
         """
         readers = self._defining("on_gradients")
         if not readers:
@@ -295,7 +296,7 @@ class HookSet(Mapping[str, Hook]):
         """Return the learning rate of the next step.
 
         Raises:
-            UserError: a hook failed, or returned something else.
+            UserError: a hook failed, or returned something that is not a finite number.
         """
         for name, hook in self._defining("learning_rate"):
             with self._named(name, "learning_rate", trainer.step):
@@ -351,7 +352,7 @@ class HookSet(Mapping[str, Hook]):
         for name, hook in self.items():
             if name not in self._own:
                 with self._named(name, "state", keep=True):
-                    states[name] = as_json(hook.state())  # where a failure can name the hook
+                    states[name] = as_json(hook.state())  # now: the writer does not know hooks
         return states
 
     def tensors(self, states: Any = None) -> dict[str, Tensor]:

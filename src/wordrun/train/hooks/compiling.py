@@ -43,7 +43,7 @@ class Compile(Hook):
         if before is None and left <= 2 * (WARM + STEPS):
             reason = reason or f"{left} steps are too few to gain from it"
         # If one node has no compiler, no rank compiles.
-        if self._agree(trainer, wanted=bool(reason), by_all=True):
+        if self._agree(trainer, bool(reason), any_rank=True):
             self._decide(trainer, False, reason or "another rank cannot compile")
         elif before is not None:
             self._decide(trainer, before, "as decided before the checkpoint")
@@ -61,24 +61,24 @@ class Compile(Hook):
         before = median(self._times[WARM : WARM + STEPS] or [0.0])
         if len(self._times) == WARM + STEPS:
             left = before * (trainer.cfg.train.max_iters - trainer.step)
-            if self._agree(trainer, wanted=left < LEAST_S):
+            if self._agree(trainer, left < LEAST_S):
                 self._decide(trainer, False, f"about {left:.0f} s of training are too few to gain from it")
             else:
                 _backend(trainer).compile(on=True)
         elif len(self._times) == 2 * (WARM + STEPS):
             now, cost = median(self._times[-STEPS:]), self._times[WARM + STEPS]
             reason = f"{1000 * now:.3g} ms a step instead of {1000 * before:.3g}, after compiling for {cost:.0f} s"
-            self._decide(trainer, self._agree(trainer, wanted=now < FASTER * before), reason)
+            self._decide(trainer, self._agree(trainer, now < FASTER * before), reason)
 
-    def _agree(self, trainer: Training, *, wanted: bool, by_all: bool = False) -> bool:
-        """Return whether rank 0, or ``by_all`` means any rank, has ``wanted`` it."""
-        mine = wanted and (by_all or trainer.world.rank == 0)
+    def _agree(self, trainer: Training, condition: bool, *, any_rank: bool = False) -> bool:
+        """Return whether the ``condition`` holds on rank 0, or on ``any_rank``; every rank must call this."""
+        mine = condition and (any_rank or trainer.world.rank == 0)
         return bool(all_max(torch.tensor([int(mine)], device=trainer.backend.device)).item())
 
     def _decide(self, trainer: Training, compiled: bool, reason: str) -> None:
         if compiled or self._times:
             backend = _backend(trainer)
-            if not (compiled and self._times):  # else it is compiled
+            if not (compiled and self._times):  # compiled after measuring: it is compiled already
                 backend.compile(on=compiled)
         trainer.state.remember_compilation(compiled)
         trainer.run.note(compile={"compiled": compiled, "reason": reason})

@@ -33,7 +33,8 @@ class EMA(Hook):
         """Start from the weights: the initial ones, or those of a checkpoint without averages."""
         weights = self._trained(trainer)
         self.updates = 0
-        # Modules may replace buffers, but not parameters, which need not be looked up at each step.
+        # Parameters stay the same objects, so they are looked up once. Empty: there are buffers, which modules may
+        # replace by other tensors, so all are looked up at each step.
         self._parameters = weights if all(isinstance(w, nn.Parameter) for w in weights.values()) else {}
         self.averages = self.averages or {name: torch.empty_like(tensor) for name, tensor in weights.items()}
         for name, average in self.averages.items():
