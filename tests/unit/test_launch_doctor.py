@@ -18,7 +18,7 @@ import pytest
 
 from wordrun.commands import probe
 from wordrun.dist.world import World
-from wordrun.launch import doctor, record
+from wordrun.launch import doctor, dry_run
 from wordrun.launch.address import free_port
 from wordrun.launch.job import Job
 from wordrun.launch.launchers import LAUNCHERS
@@ -256,7 +256,7 @@ def test_a_way_to_the_internet_that_nobody_has_tried(tmp_path: Path) -> None:
     ranks = decide_ranks(options, JOB)
     plan = build(JOB, options, ranks, LAUNCHERS["srun"]("srun"), decided, {}, site)
     assert "internet" not in [finding.check for finding in doctor.of_machine(plan, {}, site)]
-    assert json.loads(record.info(JOB, site, ranks, plan.launcher, as_json=True))["internet"] is None
+    assert json.loads(dry_run.info(JOB, site, ranks, plan.launcher, as_json=True))["internet"] is None
 
 
 def test_devices_are_shared_where_there_are_too_few(plan: LaunchPlan) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from wordrun.common.errors import ConfigError
 from wordrun.common.secrets import mask, mask_words
-from wordrun.launch import record, run
+from wordrun.launch import dry_run, record, run
 from wordrun.launch.address import free_port, is_free, unresolved
 from wordrun.launch.environment import is_stale, threads
 from wordrun.launch.job import Job, LocalHost, count_cores, count_devices, local_host
@@ -331,8 +331,8 @@ def test_a_failed_launch_is_continued_unless_the_run_was_complete(tmp_path: Path
 def test_dry_run_hides_secrets_and_can_be_pasted() -> None:
     options = Options(np=2, command=("sh", "-c", "exit 0", "API_KEY=hush"), env=(("HF_TOKEN", "hush"), ("A", "b c")))
     found = build(LAPTOP, options, decide_ranks(options, LAPTOP), HYDRA, DECIDED, {"RANK": "3"})
-    text = record.dry_run(found, as_json=False)
-    assert "hush" not in text + record.dry_run(found, as_json=True)
+    text = dry_run.dry_run(found, as_json=False)
+    assert "hush" not in text + dry_run.dry_run(found, as_json=True)
     assert "unset RANK" in text
     assert "export A='b c'  # --env" in text
     pasted = "\n".join([*text.splitlines()[:-1], 'echo "$A|$HF_TOKEN|$MASTER_PORT|${RANK-}"'])

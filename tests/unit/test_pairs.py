@@ -23,7 +23,7 @@ from wordrun.data.pairs import IGNORED
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences
 from wordrun.model.construction import build
 from wordrun.train import language
-from wordrun.train.measures import accuracy
+from wordrun.train.accuracy import accuracy
 from wordrun.train.options import MetricConfig
 
 WORDS = ["data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "data.shard_mb=1", "model.block_size=32"]

@@ -90,8 +90,8 @@ register("profiler", "torch", "wordrun.train.options:TorchProfilerConfig", "word
 register("profiler", "spans", "wordrun.train.options:SpansProfilerConfig", "wordrun.train.profile:SpansProfiler")
 register("profiler", "memory", "wordrun.train.options:MemoryProfilerConfig", "wordrun.train.profile:MemoryProfiler")
 
-register("metrics", "accuracy", "wordrun.train.options:AccuracyConfig", "wordrun.train.measures:accuracy")
-register("metrics", "top5", "wordrun.train.options:TopKConfig", "wordrun.train.measures:top_k")
+register("metrics", "accuracy", "wordrun.train.options:AccuracyConfig", "wordrun.train.accuracy:accuracy")
+register("metrics", "top5", "wordrun.train.options:TopKConfig", "wordrun.train.accuracy:top_k")
 
 register(
     "hooks", "early_stop", "wordrun.train.hooks.options:EarlyStopConfig", "wordrun.train.hooks.early_stop:EarlyStop"

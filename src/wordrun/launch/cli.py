@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from wordrun.common.errors import REQUEUE, ConfigError, UserError, short_lines, with_page
 from wordrun.common.version import __version__
-from wordrun.launch import record, sweeps_and_studies
+from wordrun.launch import dry_run, record, sweeps_and_studies
 from wordrun.launch.job import short
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import NoLauncherError
@@ -78,7 +78,7 @@ def _launch(options: Options) -> int:
     sweeps_and_studies.refuse_launch(options)
     plan = make_plan(options)
     if options.dry_run:
-        print(record.dry_run(plan, as_json=options.json))
+        print(dry_run.dry_run(plan, as_json=options.json))
         return 0
     status = _run(options, plan)
     what, _, command = record.how_to_continue(plan, status).partition("\n")
@@ -109,7 +109,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         if plan.launcher.in_between:
             caveat = f" ({plan.launcher.caveat})" if plan.launcher.caveat else ""
             by = plan.starter.described(plan.ranks, f"{plan.launcher.name}{caveat}")
-            say(f"starting {record.size(plan)} with {by}")
+            say(f"starting {dry_run.size(plan)} with {by}")
         outcome = run(plan, keep_lines=bool(retries.left or may_move), retries=retries)
         status, last = outcome.status, outcome.last_lines
         met = time.monotonic() - begun > MEETING_S
@@ -149,5 +149,5 @@ def _info(options: Options) -> int:
         end = scheduler.end_time(job.id, within_s=3)
         if end is not None:
             job = replace(job, ends_at=end, reasons={**job.reasons, "time_left": scheduler.end_query[0]})
-    print(record.info(job, site, ranks, launcher, missing, as_json=options.json))
+    print(dry_run.info(job, site, ranks, launcher, missing, as_json=options.json))
     return 0

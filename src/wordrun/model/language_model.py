@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from wordrun.model import lora
+from wordrun.model import lora, tensor_parallel
 from wordrun.model.base import Model, Rows
 from wordrun.model.context_parallel import Context
 from wordrun.model.options import TransformerConfig
@@ -135,38 +135,8 @@ class LanguageModel(Model):
     # Tensor parallelism
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
-        """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name.
-
-        As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
-        output layer by vocabulary, and everything in between by tokens (sequence parallelism, Korthikanti et al. 2022).
-        Norms of queries and keys work on the heads that a rank has.
-        """
-        from torch.distributed.tensor import Replicate, Shard, parallel as tp
-
-        gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        by_head = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
-        by_token = tp.SequenceParallel(use_local_output=True)
-        optional = {
-            "attention.q_norm": by_head,
-            "attention.k_norm": by_head,
-            "post_norm_1": by_token,
-            "post_norm_2": by_token,
-        }
-        block = next(iter(self.blocks.values()), nn.Module())
-        weighted = {name for name, module in block.named_modules() if any(True for _ in module.parameters())}
-        return {
-            "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "blocks.*.norm_1": tp.SequenceParallel(),
-            "blocks.*.attention": gathered,
-            "blocks.*.attention.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
-            "blocks.*.norm_2": tp.SequenceParallel(),
-            "blocks.*.mlp": gathered,
-            "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
-            **{f"blocks.*.{name}": tp.ColwiseParallel() for name in self.first_layers},
-            **{f"blocks.*.{name}": style for name, style in optional.items() if name in weighted},
-            "norm": tp.SequenceParallel(),
-            "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-        }
+        """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name."""
+        return tensor_parallel.plan(next(iter(self.blocks.values()), nn.Module()), self.first_layers)
 
     # Context parallelism
 
