@@ -45,7 +45,7 @@ def test_losses_and_gradients_are_near_those_in_full_precision(recipe: str) -> N
         found.append({name: p.grad for name, p in before.items()})
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     kinds = {name: type(module).__name__ for name, module in linear.items()}
-    assert kinds.pop("head") == "Linear"
+    assert kinds.pop("head") == "OutputLayer"
     assert {*kinds.values()} == {"Float8Linear"}
     assert len(kinds) == 4 * 2
     for name, exact in found[0].items():

@@ -202,7 +202,7 @@ def require_shards(folder: Path, facts: Mapping[str, Any], backend: str) -> None
         ConfigError: an engine has written the checkpoint in a format of its own, or it has state (``only_for`` in its
             facts) that only another backend can continue from.
     """
-    if facts["kind"] != "shards":
+    if facts["kind"] not in ("shards", "pieces"):  # as they were called at first
         raise ConfigError(
             f"{folder} was written by the engine of train.backend={facts['kind']}, so this backend cannot resume from "
             f"it: use train.backend={facts['kind']}, or load only its weights with train.init_from={folder}",

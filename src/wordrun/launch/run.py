@@ -123,7 +123,7 @@ def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool)
     rank, memory, stopped = None, "", bool(job.stop.first)
     killed_status = job.plan.launcher.killed_status
     if status not in (0, REQUEUE) and not stopped:
-        if not job.failed and job.output.names_kill:
+        if not (job.failed or job.idle) and job.output.names_kill:
             status = killed_status  # which the launcher returns when its cleaning up succeeds
         rank = job.failed.rank if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or job.control.memory
