@@ -834,8 +834,8 @@ def test_data_are_prepared_again_when_the_code_of_a_tokenizer_changes(
     assert logged(seen(after), replace(found, prepared=named)) == [f"preparing data=mine in {named}"]
     assert logged(seen(before), replace(found, prepared=named)) == [
         f"using prepared data in {named}",
-        f"{named} was prepared with other code of tokenizer=seen, and is used as it is: remove it to prepare the data "
-        "again",
+        f"{named} was prepared before the code of tokenizer=seen changed, and is used as it is: remove it to prepare "
+        "it again",
     ]
 
 
