@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 import wordrun
 from wordrun.backend.mixed_precision import TORCH_DTYPES
 from wordrun.common.errors import ConfigError
+from wordrun.config.schema import as_dict
 from wordrun.dist import torch_private
 from wordrun.train.trainer import Trainer
 
@@ -110,6 +111,7 @@ def test_a_secret_is_used_and_not_saved(small: Words, tmp_path: Path, monkeypatc
     words = [
         "train.sample_prompt=${oc.env:PLACE}-${oc.env:MY_API_KEY}",
         "data.name=${oc.env:PLACE}",
+        "data.text_key=${train.sample_prompt}",
         "train.sample_tokens=0",
     ]
     cfg = wordrun.compose([*small(), *words, f"hydra.run.dir={tmp_path}"])
@@ -118,8 +120,12 @@ def test_a_secret_is_used_and_not_saved(small: Words, tmp_path: Path, monkeypatc
     assert trainer.cfg.train.sample_prompt == "Lincoln-qzx"
     for options in saved(tmp_path):
         assert options["train"]["sample_prompt"] == "${oc.env:PLACE}-${oc.env:MY_API_KEY}"
+        assert options["data"]["text_key"] == "${train.sample_prompt}"
         assert options["data"]["name"] == "Lincoln"
     texts = [path for path in tmp_path.rglob("*") if path.is_file() and b"qzx" in path.read_bytes()]
     assert texts == []
+    tags = wordrun.compose(["data=sample", "tracker=[jsonl,wandb]", "tracker.wandb.tags=[a,'${oc.env:MY_API_KEY}']"])
+    assert tags.tracker["wandb"].tags == ["a", "qzx"]
+    assert as_dict(tags)["tracker"]["wandb"]["tags"] == ["a", "${oc.env:MY_API_KEY}"]
     # It is known again when the run is resumed.
     assert trained([*small(), *words, "train.resume=auto", "train.max_iters=5", f"hydra.run.dir={tmp_path}"]).step == 5

@@ -175,8 +175,7 @@ def to_config(
             composed.pop("hydra", None)  # in a sweep, Hydra has already removed it
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
-        secrets = dict(_from_secret_variables(OmegaConf.to_container(composed)))
-        cfg = replace(cfg, run_dir=directory, secrets=secrets)
+        cfg = replace(cfg, run_dir=directory, secrets=dict(_secrets(composed)))
         if checked:
             check(cfg, ranks, per_node)
         if not problems:
@@ -188,13 +187,24 @@ def to_config(
     raise ConfigError("\n".join(problems))
 
 
-def _from_secret_variables(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name of each option in which a secret environment variable is interpolated, and what is written."""
-    for name, value in options.items():
-        if isinstance(value, dict):
-            yield from _from_secret_variables(value, f"{prefix}{name}.")
-        elif isinstance(value, str) and any(map(is_secret, re.findall(r"\$\{oc\.env:\s*['\"]?(\w+)", value))):
-            yield f"{prefix}{name}", value
+def _secrets(composed: DictConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path of each option whose value has that of a secret environment variable, and what is written for it.
+
+    The option interpolates the variable, or another option that does.
+    """
+    written = OmegaConf.to_container(composed)
+    names = set(re.findall(r"\$\{oc\.env:\s*['\"]?(\w+)", str(written)))
+    values = [os.environ[name] for name in names if is_secret(name) and os.environ.get(name)]
+
+    def walk(written: Any, value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        if isinstance(written, dict):
+            for name, each in written.items():
+                yield from walk(each, value[name], (*path, name))
+        elif "${" in str(written) and any(secret in str(value) for secret in values):
+            yield path, written
+
+    if values:
+        yield from walk(written, OmegaConf.to_container(composed, resolve=True), ())
 
 
 def _without_old_values(cfg: Config) -> Config:

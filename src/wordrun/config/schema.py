@@ -39,7 +39,7 @@ class Config(Freezable):
     metrics: dict[str, MetricConfig] = field(default_factory=dict)
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
-    secrets: dict[str, str] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
+    secrets: dict[tuple[str, ...], Any] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
     """Options whose values are those of secret environment variables, such as tracker.mlflow.uri, and what was written
     for them, such as ${oc.env:API_KEY}, which is what records have."""
 
@@ -110,8 +110,7 @@ def parts_in(cfg: Any) -> dict[str, Any]:
 def as_dict(cfg: Config) -> dict[str, Any]:
     """Return ``cfg`` as dictionaries for records, in which no value is a secret."""
     values = asdict(cfg)
-    for name, written in values.pop("secrets").items():
-        *path, last = name.split(".")
+    for (*path, last), written in values.pop("secrets").items():
         options = values
         for key in path:
             options = options[key]
