@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from wordrun.common.errors import WorldError
-from wordrun.dist.device import choose_device, torch_build
+from wordrun.common.version import torch_build
+from wordrun.dist.device import choose_device
 from wordrun.dist.world import World
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="torch sees a device")

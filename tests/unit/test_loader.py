@@ -265,7 +265,7 @@ def test_sequences_can_begin_where_documents_do() -> None:
 
 def test_alignment_needs_an_end_of_text_token() -> None:
     cfg = wordrun.compose(["data=sample", "data.align=true"])
-    with pytest.raises(ConfigError, match=r"data\.align=true .* tokenizer=char does not have"):
+    with pytest.raises(ConfigError, match=r"data\.align=true .* tokenizer=char has none"):
         order_of_run(cfg, corpus_of_run(cfg, World()))
 
 

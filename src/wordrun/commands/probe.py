@@ -15,8 +15,9 @@ from typing import Any
 
 from wordrun.common.errors import UserError
 from wordrun.common.listener import Listener, UnfitError
+from wordrun.common.version import torch_build
 from wordrun.dist import mpi
-from wordrun.dist.device import hidden, torch_build
+from wordrun.dist.device import hidden
 from wordrun.dist.world import World, discover
 
 MEETING_S = 20.0

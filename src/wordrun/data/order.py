@@ -224,13 +224,14 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     Raises:
         ConfigError: if the corpus is too short, or an option needs an end-of-text token that the tokenizer lacks.
     """
-    seed, eot, size = cfg.train.seed, eot_for("align", cfg, corpus), cfg.text_model.block_size
+    tokenizer, seed, size = corpus.tokenizer, cfg.train.seed, cfg.text_model.block_size
+    align = tokenizer.eot_for("data.align=true") if cfg.text.align else None
     if cfg.data.kind == "pairs":
         return PairOrder(pairs_of_run(cfg, corpus, corpus.train), seed)
-    document = eot_for("mask_documents", cfg, corpus)
+    document = tokenizer.eot_for("data.mask_documents=true") if cfg.text.mask_documents else None
     if not corpus.mix:
-        return Sequences(corpus.train, size, seed, eot, document)
-    orders = [Sequences(part.train, size, seed + i, eot, document) for i, part in enumerate(corpus.mix)]
+        return Sequences(corpus.train, size, seed, align, document)
+    orders = [Sequences(part.train, size, seed + i, align, document) for i, part in enumerate(corpus.mix)]
     return Mix(orders, [part.fraction for part in corpus.mix], seed)
 
 
@@ -240,25 +241,5 @@ def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> PairSequences:
     Raises:
         ConfigError: the tokenizer has no end-of-text token, which ends an answer.
     """
-    if corpus.tokenizer.eot is None:
-        raise ConfigError(
-            f"data.kind=pairs needs an end-of-text token, which ends each answer, and tokenizer={cfg.tokenizer.name} "
-            "has none: use tokenizer=hf with the model's tokenizer.path, or tokenizer=gpt2, bpe or byte"
-        )
-    return PairSequences(tokens, cfg.text_model.block_size, corpus.tokenizer.eot, several=cfg.text.mask_documents)
-
-
-def eot_for(option: str, cfg: Config, corpus: Corpus) -> int | None:
-    """Return the end-of-text token if ``cfg.data`` enables ``option``, which needs it; else None.
-
-    Raises:
-        ConfigError: if the tokenizer has none.
-    """
-    if not getattr(cfg.data, option):
-        return None
-    if corpus.tokenizer.eot is None:
-        raise ConfigError(
-            f"data.{option}=true needs an end-of-text token, which tokenizer={cfg.tokenizer.name} does not have: "
-            f"use tokenizer=byte, bpe or gpt2, or data.{option}=false"
-        )
-    return corpus.tokenizer.eot
+    eot = corpus.tokenizer.eot_for("data.kind=pairs")
+    return PairSequences(tokens, cfg.text_model.block_size, eot, several=cfg.text.mask_documents)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wordrun.common.errors import WorldError
 from wordrun.common.log import LOGGER
+from wordrun.common.version import torch_build
 from wordrun.dist.world import World
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ COUNTED = "WORDRUN_DEVICES"
 """Variable in which launch says how many devices it has counted on each node, and how it has counted them."""
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose which of a node's devices a process sees."""
-DRIVERS = {"NVIDIA": "proc/driver/nvidia/version", "amdgpu": "sys/module/amdgpu/version"}
-"""Files that hold the version of a device's driver."""
 
 
 def choose_device(kind: str, world: World) -> torch.device:
@@ -71,22 +68,6 @@ def hidden(env: Mapping[str, str]) -> str:
     """Return the setting by which the user hides all devices from a process; empty: there is none."""
     settings = (f"{name}={env[name]}" for name in HIDING if name in env and env[name].strip() in ("", "-1"))
     return next(settings, "")
-
-
-def torch_build(root: str = "/") -> str:
-    """Return torch's version, what it was built for, and the version of the devices' driver below ``root``, if any."""
-    import torch
-
-    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
-    built = ", ".join(f"{kind} {version}" for kind, version in kinds.items() if version)
-    facts = [f"built for {built}" if built else "built for CPUs alone"]
-    for name, path in DRIVERS.items():
-        try:
-            found = re.search(r"\d+(\.\d+)+", Path(root, path).read_text())
-        except OSError:
-            continue
-        facts += [f"{name} driver {found[0]}"] if found else []
-    return f"torch {torch.__version__} ({', '.join(facts)})"
 
 
 def backend_of(device: torch.device) -> str:

@@ -29,7 +29,7 @@ from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import INDEX, StoredTensor
 from wordrun.checkpoint.memory import file, node as node_memory
 from wordrun.checkpoint.memory.node import NodeMemory
-from wordrun.checkpoint.memory.peers import Peers
+from wordrun.checkpoint.memory.peers import NodeGroups, Peers
 from wordrun.checkpoint.shards import TensorShard
 from wordrun.common import files
 from wordrun.common.errors import ConfigError, UserError, first_line
@@ -44,34 +44,6 @@ from wordrun.train.checkpoint import BackgroundSaves, SaveError
 LAST_SAVE_S = 5.0
 # More bytes than any node has, so that everything that is not needed is removed.
 ALL = 2**62
-
-
-class NodeGroups:
-    """Which ranks share a node's memory, and where they serve files. All ranks must create one together."""
-
-    def __init__(self, memory: NodeMemory, peers: Peers, world: World) -> None:
-        found = gather_json([memory.node, peers.address, world.host], world.device)
-        by_node: dict[str, list[int]] = {}
-        for rank, (node, _, _) in enumerate(found):
-            by_node.setdefault(node, []).append(rank)
-        self.ranks = list(by_node.values())
-        """The ranks of each node."""
-        self.addresses = [address for _, address, _ in found]
-        self.host = found[world.rank][2]
-        self.here = list(by_node).index(memory.node)
-        """The number of this rank's node."""
-        self.local = self.ranks[self.here]
-        """The ranks of this rank's node."""
-        self.local_index = self.local.index(world.rank)
-        """This rank's index among them; the first acts for the node."""
-        before = self.ranks[self.here - 1] if len(self.ranks) > 1 else []
-        self.sources = before[self.local_index :: len(self.local)]
-        """The ranks on the node before this one whose shares this rank copies."""
-
-    def address(self, node: int) -> Any:
-        """Return the address of a rank on another node; this node's ranks take different ones."""
-        ranks = self.ranks[node]
-        return self.addresses[ranks[self.local_index % len(ranks)]]
 
 
 class MemoryCheckpoints(BackgroundSaves):
@@ -92,7 +64,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
         if problem := self.problem_of(start):
             raise ConfigError(self._refusal(problem), page="checkpoints.md#checkpoints-in-memory")
-        self.nodes = NodeGroups(self.memory, self.peers, world)
+        self.nodes = NodeGroups(self.memory, self.peers.address, world)
         self._number = 0
         self._own = 0
         """Bytes of the shares of this node's ranks; 0: not known yet."""

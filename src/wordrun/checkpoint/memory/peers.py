@@ -1,7 +1,7 @@
-"""Ranks fetch files from each other, each over a connection of its own, in any thread.
+"""Which ranks keep copies of which others' shares (``NodeGroups``), and how they fetch them (``Peers``).
 
-In the background of training this cannot be a collective of torch's: those of two threads must not interleave, and on
-GPUs they would wait for the device.
+Ranks fetch files over connections of their own, from any thread. Collectives of torch do not serve in the background of
+training: those of two threads must not interleave, and on GPUs they would wait for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wordrun.checkpoint.memory.node import NodeMemory
 from wordrun.common.listener import Listener, UnfitError, is_secret
+from wordrun.dist.collectives import gather_json
 from wordrun.dist.rendezvous import shared_store
 from wordrun.dist.world import World
 
@@ -103,6 +105,37 @@ class Peers:
             with file:
                 peer.sendall(os.fstat(file.fileno()).st_size.to_bytes(LENGTH, "little"))
                 peer.sendfile(file)
+
+
+class NodeGroups:
+    """Which ranks share a node's memory, whose shares each rank copies, and where each rank serves files.
+
+    All ranks must create one together.
+    """
+
+    def __init__(self, memory: NodeMemory, address: Sequence[Any], world: World) -> None:
+        found = gather_json([memory.node, address, world.host], world.device)
+        by_node: dict[str, list[int]] = {}
+        for rank, (node, _, _) in enumerate(found):
+            by_node.setdefault(node, []).append(rank)
+        self.ranks = list(by_node.values())
+        """The ranks of each node."""
+        self.addresses = [address for _, address, _ in found]
+        self.host = found[world.rank][2]
+        self.here = list(by_node).index(memory.node)
+        """The number of this rank's node."""
+        self.local = self.ranks[self.here]
+        """The ranks of this rank's node."""
+        self.local_index = self.local.index(world.rank)
+        """This rank's index among them; the first acts for the node."""
+        before = self.ranks[self.here - 1] if len(self.ranks) > 1 else []
+        self.sources = before[self.local_index :: len(self.local)]
+        """The ranks on the node before this one whose shares this rank copies."""
+
+    def address(self, node: int) -> Any:
+        """Return the address of a rank on another node; this node's ranks take different ones."""
+        ranks = self.ranks[node]
+        return self.addresses[ranks[self.local_index % len(ranks)]]
 
 
 def _exactly(peer: socket.socket, buffer: Any) -> Any:

@@ -73,6 +73,19 @@ class Tokenizer(ABC):
             raise ConfigError(f"{key}={text!r} has no tokens with tokenizer={self.kind}: set {key}=TEXT{or_else}")
         return np.array([self.eot]), 1
 
+    def eot_for(self, setting: str) -> int:
+        """Return the end-of-text token, which ``setting`` (``KEY=VALUE``) needs.
+
+        Raises:
+            ConfigError: the tokenizer has none.
+        """
+        if self.eot is None:
+            raise ConfigError(
+                f"{setting} needs an end-of-text token, and tokenizer={self.kind} has none: use tokenizer=byte, bpe, "
+                f"gpt2 or hf (with tokenizer.path), or remove {setting}"
+            )
+        return self.eot
+
     @abstractmethod
     def decode(self, tokens: Ids) -> str:
         """Return the text of ``tokens``, with ``eot`` as ``END``; ids beyond the vocabulary never raise."""
