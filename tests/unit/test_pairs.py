@@ -18,8 +18,12 @@ from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
 from wordrun.data.corpus import Corpus, corpus_of_run
 from wordrun.data.loader import Loader
+from wordrun.data.options import TextConfig
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import IGNORED
+from wordrun.data.shards import plain
+from wordrun.data.tokenizers.base import END
+from wordrun.data.tokenizers.huggingface import chat_template
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences
 from wordrun.model.construction import build
 from wordrun.train import language
@@ -125,6 +129,69 @@ def test_the_validation_loss_is_the_mean_over_all_answers(ranks: int) -> None:
             total += torch.stack([(each * weights).sum() for each in values]).detach()
     found = (total[:3] / total[3]).tolist()
     assert found == pytest.approx([expected.item(), expected.item(), hits.item()], rel=1e-6)
+
+
+LINES = [
+    {"task": "Add", "input": "1 2", "label": "3", "of": {"n": 1, "list": ["a", True]}},
+    {"task": "Add", "input": "", "label": "0", "of": {"n": 2.5, "list": ["b", False]}},
+]
+KEYS = ["data.prompt_key=task", "data.answer_key=label", "data.val_fraction=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{prompt} {input} -> {answer}", ["Add 1 2 -> 3", "Add  -> 0"]),
+        ("{task}: {label} ({input})", ["Add: 3 (1 2)", "Add: 0 ()"]),
+        (
+            '{{"q": {prompt} {of.n}}} {of.list.0} {of.list.1} {answer}',
+            ['{"q": Add 1} a true 3', '{"q": Add 2.5} b false 0'],
+        ),
+    ],
+)
+def test_a_template_may_have_any_field_of_the_line(template: str, written: list[str]) -> None:
+    Path("pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    _, corpus = corpus_of(*KEYS, f"data.template='{template}'")
+    found = [corpus.tokenizer.decode(plain(tokens[:])) for tokens in (corpus.train, corpus.val)]
+    assert [text.strip("\0").removeprefix(END) for text in found] == written
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{prompt} {imput} {answer}", r"has the field imput; did you mean 'input'\? \(the fields are input, label, of"),
+        ("{prompt} {of.m} {answer}", r"has the field of\.m"),
+        ("{prompt} {of} {answer}", r"\(line 1\) has no text in the field of .* \{of.KEY\} \(n, list\)"),
+        ("{prompt} {answer} {task}", "should contain {prompt} and then {answer}"),
+        ("{prompt} {input {answer}", "write {NAME} for a field of the line"),
+        ("{prompt} {input!r} {answer}", "write {NAME} for a field of the line"),
+    ],
+)
+def test_a_field_that_a_template_cannot_have_is_named(template: str, message: str) -> None:
+    Path("pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    with pytest.raises(ConfigError, match=message):
+        corpus_of(*KEYS, f"data.template='{template}'")
+
+
+def test_shards_in_which_a_field_was_text_are_not_used() -> None:
+    Path("pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    words = [*KEYS, "data.template='{prompt} {input} {answer}'", "data.prepared=old"]
+    corpus_of(*words)
+    manifest = json.loads(Path("old/manifest.json").read_text())
+    assert manifest["settings"].pop("fields") == ["input"]
+    Path("old/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=r"older wordrun, to which {input} in data\.template was text"):
+        corpus_of(*words)
+
+
+def test_transformers_writes_the_other_fields_of_a_message() -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    data = TextConfig(kind="pairs", template='{{"Q"}} {prompt}\n{input} \\ é: {answer} ({n}).')
+    render = jinja2.Template(chat_template(data.template_parts(), END)).render
+    asked = {"role": "user", "content": "why"}
+    assert render(messages=[asked]) == f'{END}{{"Q"}} why\n \\ é: ' == END + data.turn("why")[0]
+    answered = [asked | {"input": "in"}, {"role": "assistant", "content": "so", "n": 3}]
+    assert render(messages=answered) == f'{END}{{"Q"}} why\nin \\ é: so (3).'
 
 
 def test_a_sample_is_the_answer_to_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,8 @@ def converse(chat: Chat) -> None:
         import readline  # noqa: F401 - input() uses it to edit lines
 
     print(HELP)
+    if chat.data.kind == "pairs" and (others := chat.data.other_fields()):
+        print(f"{', '.join(f'{{{name}}}' for name in others)} of data.template will be empty")
     with sigint.raising():
         while True:
             try:

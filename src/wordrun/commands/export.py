@@ -188,7 +188,7 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     }
     if (data := saved.config.text).kind == "pairs":
         text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
-        settings["chat_template"] = chat_template(data.template, text)
+        settings["chat_template"] = chat_template(data.template_parts(), text)
     _write_json(folder / "tokenizer_config.json", settings)
 
 

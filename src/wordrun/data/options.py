@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import string
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -58,8 +59,8 @@ class TextConfig(DataConfig):
     answer_key: str = "answer"
     """Field of an answer (pairs)."""
     template: str = "{prompt}{answer}"
-    """Text of a pair; the loss is on {answer} and what follows it. wordrun generate formats the turns of a conversation
-    with it."""
+    """Text of a pair; the loss is on {answer} and what follows it. {NAME} is a field of the line, {NAME.KEY} one inside
+    it, and {{ and }} are braces. wordrun generate formats the turns of a conversation with it."""
     dataset: str | None = None
     """A Hugging Face dataset: its name, or a local folder."""
     subset: str | None = None
@@ -104,17 +105,54 @@ class TextConfig(DataConfig):
         yield from positive("data", self, "shard_mb", "workers")
         yield from self._mix_problems()
 
-    def turn(self, prompt: str) -> tuple[str, str]:
-        """Return what precedes the answer to ``prompt`` in the template, and what follows it."""
-        before, _, after = self.template.partition("{answer}")
-        return before.replace("{prompt}", prompt), after
+    def turn(self, prompt: str, field: Callable[[str], str] = lambda name: "") -> tuple[str, str]:
+        """Return what precedes the answer to ``prompt`` in the template, and what follows it.
+
+        ``field`` returns the text of another field of the line by its name.
+        """
+        sides = [""]
+        for text, name in self.template_parts():
+            sides[-1] += text
+            if name == "answer":
+                sides.append("")
+            elif name:
+                sides[-1] += prompt if name == "prompt" else field(name)
+        return sides[0], sides[1]
+
+    def template_parts(self) -> list[tuple[str, str]]:
+        """Return the template as literal texts, each with the name of the field after it; empty: none.
+
+        Raises:
+            ValueError: it has a brace that is not part of a field.
+        """
+        roles, parts = {self.prompt_key: "prompt", self.answer_key: "answer"}, []
+        for text, name, form, conversion in string.Formatter().parse(self.template):
+            if name is not None and (form or conversion or not name.strip() or {*name} & {*"[]"}):
+                raise ValueError(f"{{{name}...}} is not the name of a field")
+            parts.append((text, roles.get(name or "", name or "")))
+        return parts
+
+    def other_fields(self) -> list[str]:
+        """Return the fields of a line that the template has besides the prompt and the answer."""
+        return list(dict.fromkeys(name for _, name in self.template_parts() if name not in ("", "prompt", "answer")))
 
     def _pairs_problems(self) -> Iterable[str]:
         if not self.path:
             yield f"data={self.name} needs data.path=FILE, a .jsonl file of prompts and answers"
-        prompt, answer = "{prompt}", "{answer}"
-        if not (prompt in self.template.partition(answer)[0] and self.template.count(answer) == 1):
-            yield f"data.template={self.template!r} should contain {prompt} and then {answer}, which occurs once"
+        try:
+            names = [name for _, name in self.template_parts()]
+        except ValueError as error:
+            yield (
+                f"data.template={self.template!r}: {error}; write {{NAME}} for a field of the line, {{NAME.KEY}} for "
+                "one inside it, and {{ and }} for braces"
+            )
+        else:
+            order = "".join(name[0] for name in names if name in ("prompt", "answer"))
+            if order.lstrip("p") != "a" or order == "a":
+                yield (
+                    f"data.template={self.template!r} should contain {{prompt}} and then {{answer}}, once and "
+                    "after it; data.prompt_key and data.answer_key say which fields they are"
+                )
         if self.align:
             yield "data.align=true has no effect on pairs, which are never divided over sequences: omit it"
 

@@ -346,5 +346,9 @@ class LanguageTask(Task):
             )
         if self.no_samples and self.cfg.train.sample_tokens:
             LOGGER.warning("no samples: %s", self.no_samples)
+        data, prompt = self.cfg.text, self.cfg.train.sample_prompt
+        if self._samples() and data.kind == "pairs" and data.other_fields() and prompt != TrainConfig.sample_prompt:
+            fields = ", ".join(f"{{{name}}}" for name in data.other_fields())
+            LOGGER.warning("samples of train.sample_prompt leave %s of data.template empty", fields)
         if self.banner:
             LOGGER.warning("%s\n%s\n%s", "*" * 80, self.banner, "*" * 80)

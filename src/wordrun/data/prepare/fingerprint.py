@@ -44,6 +44,8 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(source.data, name) for name in SETTINGS}
     if source.data.kind == "pairs":
         found |= {name: getattr(source.data, name) for name in PAIR_SETTINGS}
+        if source.data.other_fields():  # which were literal text in older versions
+            found["fields"] = source.data.other_fields()
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()
     if found["tokenizer"].get("path"):  # the content matters, not the name

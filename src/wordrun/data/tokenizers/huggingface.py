@@ -54,20 +54,26 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
     return _of_bytes(words), len(words)
 
 
-def chat_template(template: str, end: str) -> str:
+def chat_template(parts: Sequence[tuple[str, str]], end: str) -> str:
     """Return the Jinja template with which transformers writes messages as pairs of ``data.template`` are written.
 
     Args:
-        template: data.template.
+        parts: of data.template: texts, each with the name of the field after it. A user's message may have fields
+            besides its content; those that are missing are empty.
         end: the text of the end-of-text token, which precedes each pair; empty: it has none.
     """
-    before, _, after = template.partition("{answer}")
-    # A JSON string is a Jinja string, too.
-    before, after = (json.dumps(text, ensure_ascii=False) for text in (end + before, after))
+    user, assistant = [json.dumps(end, ensure_ascii=False)], ["message['content']"]
+    side = user
+    for text, name in parts:
+        side.append(json.dumps(text, ensure_ascii=False))  # a JSON string is a Jinja string, too
+        if name == "answer":
+            side = assistant
+        elif name:
+            side.append("message['content']" if name == "prompt" else f"message.get({json.dumps(name)}, '')")
     return (
         "{% for message in messages %}"
-        "{% if message['role'] == 'user' %}{{ " + before + ".replace('{prompt}', message['content']) }}"
-        "{% elif message['role'] == 'assistant' %}{{ message['content'] + " + after + " }}"
+        "{% if message['role'] == 'user' %}{{ " + " ~ ".join(user) + " }}"
+        "{% elif message['role'] == 'assistant' %}{{ " + " ~ ".join(assistant) + " }}"
         "{% else %}{{ raise_exception('the model supports only user and assistant messages') }}{% endif %}"
         "{% endfor %}"
     )
