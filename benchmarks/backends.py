@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import statistics
 import tempfile
 import time
@@ -44,12 +45,16 @@ from wordrun.train.optim.adamw import adamw
 from wordrun.train.optim.options import AdamWConfig
 
 VOCABULARY = 50304
-QUIET = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.sample_tokens=0",
-         f"model.vocab_size={VOCABULARY}"]  # fmt: skip
+QUIET = [
+    *shlex.split("data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.sample_tokens=0"),
+    f"model.vocab_size={VOCABULARY}",
+]
 # GPT-2's width and vocabulary, with blocks and tokens limited to what two cores compute in seconds.
 LARGE = ["model.n_layer=4", "model.n_head=12", "model.n_embd=768", "model.block_size=1024", "model.batch_size=4"]
-SMALL = ["model.n_layer=4", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "model.batch_size=4",
-         "model.vocab_size=4096"]  # fmt: skip
+SMALL = shlex.split("""
+    model.n_layer=4 model.n_head=8 model.n_embd=512 model.block_size=256 model.batch_size=4
+    model.vocab_size=4096
+""")
 STEPS = 10
 """Steps for each line of metrics, train.log_interval's default."""
 Step = Callable[[], None]

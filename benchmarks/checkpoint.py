@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -29,11 +30,11 @@ import wordrun
 from wordrun.dist import session
 from wordrun.train.hooks.base import Hook
 
-WORDS = [
-    "data=sample", "tracker=jsonl", "model=gpt2", "model.block_size=64", "model.batch_size=1", "model.vocab_size=50304",
-    "train.dtype=fp32", "train.device=cpu", "train.eval_interval=0", "train.sample_tokens=0", "train.log_interval=1",
-    "optimizer.lr_decay_iters=100",
-]  # fmt: skip
+WORDS = shlex.split("""
+    data=sample tracker=jsonl model=gpt2 model.block_size=64 model.batch_size=1 model.vocab_size=50304
+    train.dtype=fp32 train.device=cpu train.eval_interval=0 train.sample_tokens=0 train.log_interval=1
+    optimizer.lr_decay_iters=100
+""")
 
 
 class Saves(Hook):

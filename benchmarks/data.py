@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -163,10 +164,21 @@ def ranks(scratch: Path, text: str, rounds: int) -> None:
     def begin(size: int, path: Path, out: Path) -> subprocess.Popen[str]:
         shutil.rmtree(out, ignore_errors=True)
         return subprocess.Popen(
-            ["launch", "-n", str(size), sys.executable, "-m", "wordrun.data.prepare", "data=text", "data.workers=1",
-             f"data.path={path}", f"tokenizer.path={scratch / 'tokenizer.json'}", f"data.prepared={out}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=scratch,
-        )  # fmt: skip
+            [
+                "launch",
+                "-n",
+                str(size),
+                sys.executable,
+                *shlex.split("-m wordrun.data.prepare data=text data.workers=1"),
+                f"data.path={path}",
+                f"tokenizer.path={scratch / 'tokenizer.json'}",
+                f"data.prepared={out}",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=scratch,
+        )
 
     def seconds(*processes: subprocess.Popen[str]) -> float:
         said = [process.communicate()[0] for process in processes]
@@ -234,8 +246,11 @@ def load(scratch: Path, rounds: int) -> None:
                 step += 1
             speeds.append(steps * BATCH * BLOCK / np.array([time.process_time() - begin, time.perf_counter() - wall]))
         core, clock = np.median(speeds[1:], axis=0)
-        row(f"loading from 10^{exponent} tokens, tokens/s per core (by the clock)", f"{core:,.0f} ({clock:,.0f})",
-            "at least 4,000,000")  # fmt: skip
+        row(
+            f"loading from 10^{exponent} tokens, tokens/s per core (by the clock)",
+            f"{core:,.0f} ({clock:,.0f})",
+            "at least 4,000,000",
+        )
         row(f"to open its {len(first):,} files [s]", f"{opening_s:.2f}")
         row(f"memory that loading from 10^{exponent} tokens adds [MB]", f"{resident() - before:.0f}", "less than 50")
 
@@ -248,11 +263,19 @@ def step(scratch: Path, text: str) -> None:
     (scratch / "step.txt").write_text(text)
     for prefetch in (2, 0):
         waited = [0.0]
-        cfg = wordrun.compose([
-            "data=text", f"data.path={scratch / 'step.txt'}", "tokenizer.vocab_size=512", "tracker=jsonl",
-            "train.max_iters=60", f"data.prefetch={prefetch}", "train.eval_interval=0", "train.sample_tokens=0",
-            f"hydra.run.dir={scratch / f'step{prefetch}'}",
-        ])  # fmt: skip
+        cfg = wordrun.compose(
+            [
+                "data=text",
+                f"data.path={scratch / 'step.txt'}",
+                "tokenizer.vocab_size=512",
+                "tracker=jsonl",
+                "train.max_iters=60",
+                f"data.prefetch={prefetch}",
+                "train.eval_interval=0",
+                "train.sample_tokens=0",
+                f"hydra.run.dir={scratch / f'step{prefetch}'}",
+            ]
+        )
         with Trainer(cfg) as trainer:
             build = trainer._micro_batches
 

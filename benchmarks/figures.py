@@ -35,8 +35,19 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def train(out: Path, ranks: int, threads: int, *overrides: str) -> list[dict[str, float]]:
     """Train under launch and return the training lines."""
-    command = ["launch", "-n", str(ranks), "--env", f"OMP_NUM_THREADS={threads}", sys.executable, "-m", "wordrun",
-               *QUIET, f"hydra.run.dir={out}", *overrides]  # fmt: skip
+    command = [
+        "launch",
+        "-n",
+        str(ranks),
+        "--env",
+        f"OMP_NUM_THREADS={threads}",
+        sys.executable,
+        "-m",
+        "wordrun",
+        *QUIET,
+        f"hydra.run.dir={out}",
+        *overrides,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=out.parent)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -48,9 +59,15 @@ def parity(scratch: Path) -> None:
     losses = {}
     for ranks in (1, 2, 4):
         lines = train(
-            scratch / f"parity{ranks}", ranks, 1, "train.max_iters=20", "train.log_interval=1",
-            f"model.batch_size={12 // ranks}", "optimizer.warmup_iters=5", SAME,
-        )  # fmt: skip
+            scratch / f"parity{ranks}",
+            ranks,
+            1,
+            "train.max_iters=20",
+            "train.log_interval=1",
+            f"model.batch_size={12 // ranks}",
+            "optimizer.warmup_iters=5",
+            SAME,
+        )
         losses[ranks] = [m["loss"] for m in lines]
     for ranks in (2, 4):
         worst = max(abs(a - b) / a for a, b in zip(losses[1], losses[ranks], strict=True))
@@ -65,9 +82,12 @@ def ranks_or_threads(scratch: Path, rounds: int) -> None:
     for number in range(rounds):
         for ranks in (1, 2):
             lines = train(
-                scratch / f"ranks{ranks}-{number}", ranks, 2 // ranks, "train.max_iters=300",
+                scratch / f"ranks{ranks}-{number}",
+                ranks,
+                2 // ranks,
+                "train.max_iters=300",
                 f"model.batch_size={12 // ranks}",
-            )  # fmt: skip
+            )
             steps = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairwise(lines[2:])]
             speed[ranks].append(12 * 64 / statistics.median(steps))
     one, two = (statistics.median(speed[ranks]) for ranks in (1, 2))
@@ -161,18 +181,25 @@ def big_jobs(scratch: Path, rounds: int) -> None:
         jobs = {
             "node file": {"PBS_JOBID": "1.server", "PBS_NODEFILE": str(nodefile)},
             "host list": {
-                "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": f"nid[000001-{hosts:06d}]",
+                "SLURM_JOB_ID": "1",
+                "SLURM_JOB_NODELIST": f"nid[000001-{hosts:06d}]",
                 "SLURM_JOB_CPUS_PER_NODE": f"128(x{hosts})",
             },
-        }  # fmt: skip
+        }
         for name, job in jobs.items():
             command = ["launch", "--dry-run", "--launcher", "hydra", "true"]
             times = [wall(command, job) for _ in range(rounds)]
             print(
                 f"| `launch --dry-run`, {name} of {hosts:,} [s] | {statistics.median(times):.3f} | less than {limit} |"
             )
-    rank = {"WORDRUN_LAUNCHER": "srun", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
-            "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}  # fmt: skip
+    rank = {
+        "WORDRUN_LAUNCHER": "srun",
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
     wrapped, bare = [], []
     for _ in range(20 * rounds):
         wrapped.append(wall(["/bin/sh", RANK_ENV, "true"], rank))

@@ -44,10 +44,17 @@ def their_model(nanogpt: Path, ours: Transformer) -> Any:
     sys.path.insert(0, str(nanogpt))
     import model as theirs  # type: ignore[import-not-found]
 
-    gpt = theirs.GPT(theirs.GPTConfig(
-        n_layer=GPT2.n_layer, n_head=GPT2.n_head, n_embd=GPT2.n_embd, block_size=GPT2.block_size, bias=GPT2.bias,
-        vocab_size=VOCABULARY, dropout=0.0,
-    ))  # fmt: skip
+    gpt = theirs.GPT(
+        theirs.GPTConfig(
+            n_layer=GPT2.n_layer,
+            n_head=GPT2.n_head,
+            n_embd=GPT2.n_embd,
+            block_size=GPT2.block_size,
+            bias=GPT2.bias,
+            vocab_size=VOCABULARY,
+            dropout=0.0,
+        )
+    )
     state = to_huggingface(ours.state_dict(), GPT2)
     gpt.load_state_dict({name: x.T if ".h." in name and x.dim() == 2 else x for name, x in state.items()})
     return gpt.eval()

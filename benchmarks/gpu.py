@@ -54,9 +54,22 @@ def write_data(bench: Bench) -> None:
 
 def run_section(name: str, args: argparse.Namespace, limit: float) -> str:
     """Run one section in a process of its own and return how it ended."""
-    command = [sys.executable, __file__, "--nanogpt", str(args.nanogpt), "--out", str(args.out), "--section", name,
-               "--scratch", str(args.scratch), "--rounds", str(args.rounds), *["--tiny"] * args.tiny,
-               *(f"--variant={each}" for each in args.variant)]  # fmt: skip
+    command = [
+        sys.executable,
+        __file__,
+        "--nanogpt",
+        str(args.nanogpt),
+        "--out",
+        str(args.out),
+        "--section",
+        name,
+        "--scratch",
+        str(args.scratch),
+        "--rounds",
+        str(args.rounds),
+        *["--tiny"] * args.tiny,
+        *(f"--variant={each}" for each in args.variant),
+    ]
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return "done" if process.wait(limit) == 0 else "failed"
@@ -91,9 +104,12 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=3600, help="seconds for everything (default 3600)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of wordrun and nanoGPT in gpt2 (default 2)")
     parser.add_argument(
-        "--variant", action="append", default=[], metavar="TEXT",
+        "--variant",
+        action="append",
+        default=[],
+        metavar="TEXT",
         help="overrides or NAME=VALUE of the environment to compare with the defaults in variants; can be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument("--scratch", type=Path, help="folder for data, runs and compile caches (default: temporary)")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--section", help=argparse.SUPPRESS)

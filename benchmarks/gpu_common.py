@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -152,9 +153,12 @@ def facts(command: list[str]) -> dict[str, str]:
     from wordrun.common.version import __version__
 
     found = {
-        "command": " ".join(command), "wordrun": __version__, "python": platform.python_version(),
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}", "processor cores": str(os.cpu_count()),
-    }  # fmt: skip
+        "command": " ".join(command),
+        "wordrun": __version__,
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "processor cores": str(os.cpu_count()),
+    }
     if torch.cuda.is_available():
         import subprocess
 
@@ -170,17 +174,31 @@ def overrides(bench: Bench, batch: int, gas: int, *, compiled: bool = True) -> l
     """Return wordrun's overrides for GPT-2 on random tokens, without evaluation, samples and checkpoints."""
     shape, dtype = bench.shape, "fp32" if bench.tiny else "bf16"
     return [
-        "model=gpt2", f"model.n_layer={shape.n_layer}", f"model.n_head={shape.n_head}", f"model.n_embd={shape.n_embd}",
-        f"model.block_size={shape.block_size}", "model.bias=false", "model.gelu=none", f"model.vocab_size={PADDED}",
-        f"model.batch_size={batch}", f"optimizer.gas={gas}", f"train.compile={str(compiled).lower()}",
+        "model=gpt2",
+        f"model.n_layer={shape.n_layer}",
+        f"model.n_head={shape.n_head}",
+        f"model.n_embd={shape.n_embd}",
+        f"model.block_size={shape.block_size}",
+        "model.bias=false",
+        "model.gelu=none",
+        f"model.vocab_size={PADDED}",
+        f"model.batch_size={batch}",
+        f"optimizer.gas={gas}",
+        f"train.compile={str(compiled).lower()}",
         f"train.compile_scope={'model' if compiled else 'blocks'}",
-        f"train.dtype={dtype}", *quiet(bench),
-    ]  # fmt: skip
+        f"train.dtype={dtype}",
+        *quiet(bench),
+    ]
 
 
 def quiet(bench: Bench) -> list[str]:
     """Return the overrides of every run: random tokens, and nothing but training steps."""
     return [
-        "data=shards", f"data.path={bench.data}", "tracker=jsonl", f"train.device={bench.device}",
-        "train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0", "train.checkpoint_interval=0",
-    ]  # fmt: skip
+        "data=shards",
+        f"data.path={bench.data}",
+        "tracker=jsonl",
+        f"train.device={bench.device}",
+        *shlex.split("""
+        train.eval_interval=0 train.sample_interval=0 train.sample_tokens=0 train.checkpoint_interval=0
+    """),
+    ]

@@ -71,8 +71,15 @@ def generate(bench: Bench) -> None:
 
     new, top_k, device = 16 if bench.tiny else 256, 200, bench.device
     shape, dtype = bench.shape, torch.float32 if bench.tiny else torch.bfloat16
-    cfg = GPTConfig(name="gpt2", n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
-                    block_size=shape.block_size, bias=True, gelu="none")  # fmt: skip
+    cfg = GPTConfig(
+        name="gpt2",
+        n_layer=shape.n_layer,
+        n_head=shape.n_head,
+        n_embd=shape.n_embd,
+        block_size=shape.block_size,
+        bias=True,
+        gelu="none",
+    )
     ours = build(cfg, 50257, seed=1, device=device).eval()
     state = to_huggingface(ours.state_dict(), cfg)
     prompt = torch.randint(50257, (1, 8), generator=torch.Generator().manual_seed(0)).to(device)
@@ -108,10 +115,17 @@ def nanogpt_model(bench: Bench, ours: Any, state: dict[str, Tensor]) -> Any:
     import model as theirs  # type: ignore[import-not-found]
 
     cfg, device = ours.cfg, bench.device
-    gpt = theirs.GPT(theirs.GPTConfig(
-        n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size, bias=True,
-        vocab_size=50257, dropout=0.0,
-    ))  # fmt: skip
+    gpt = theirs.GPT(
+        theirs.GPTConfig(
+            n_layer=cfg.n_layer,
+            n_head=cfg.n_head,
+            n_embd=cfg.n_embd,
+            block_size=cfg.block_size,
+            bias=True,
+            vocab_size=50257,
+            dropout=0.0,
+        )
+    )
     gpt.load_state_dict({name: x.T if ".h." in name and x.dim() == 2 else x for name, x in state.items()})
     return gpt.to(device).eval()
 

@@ -90,9 +90,9 @@ def loop(bench: Bench) -> None:
     """The trainer's loop beside a bare loop of the same compiled model, in turns of ten steps."""
     steps, block = (40, 4) if bench.tiny else (160, 10)
     options = overrides(bench, 2 if bench.tiny else 12, 1, compiled=not bench.tiny)
-    cfg = wordrun.compose([
-        *options, f"train.max_iters={steps}", f"train.log_interval={block}", f"hydra.run.dir={bench.run_dir('loop')}",
-    ])  # fmt: skip
+    cfg = wordrun.compose(
+        [*options, f"train.max_iters={steps}", f"train.log_interval={block}", f"hydra.run.dir={bench.run_dir('loop')}"]
+    )
     bare = BareBlocks(block)
     with Trainer(cfg, hooks=[bare]) as trainer:
         waits = Waits(trainer)
@@ -142,9 +142,9 @@ def profile(bench: Bench) -> None:
     """Where the time of a compiled step goes, by kind of kernel, by kernel, and by matrix product."""
     shape = (2, 2) if bench.tiny else (12, 5)
     options = overrides(bench, *shape, compiled=not bench.tiny)
-    cfg = wordrun.compose([
-        *options, "train.max_iters=34", "train.log_interval=1000", f"hydra.run.dir={bench.run_dir('profile')}",
-    ])  # fmt: skip
+    cfg = wordrun.compose(
+        [*options, "train.max_iters=34", "train.log_interval=1000", f"hydra.run.dir={bench.run_dir('profile')}"]
+    )
     hook = Profile(15, 3)
     with Trainer(cfg, hooks=[hook]) as trainer:
         trainer.train()
@@ -155,9 +155,14 @@ def profile(bench: Bench) -> None:
     step_ms = 1000 * hook.step_s / 10
     idle = step_ms - summary.busy_ms
     bench.add(
-        "step", batch=f"{shape[0]} x {shape[1]}", ms=step_ms, busy_ms=summary.busy_ms,
-        profiled_ms=summary.window_ms, idle_percent=100 * idle / step_ms, launches=summary.launches,
-    )  # fmt: skip
+        "step",
+        batch=f"{shape[0]} x {shape[1]}",
+        ms=step_ms,
+        busy_ms=summary.busy_ms,
+        profiled_ms=summary.window_ms,
+        idle_percent=100 * idle / step_ms,
+        launches=summary.launches,
+    )
     for kind, milliseconds in [*summary.kinds, ("idle", idle)]:
         bench.add("kinds of kernels", kind=kind, ms=milliseconds, percent=100 * milliseconds / step_ms)
     for row in summary.kernels[:12]:

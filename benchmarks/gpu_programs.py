@@ -63,8 +63,16 @@ def memory(text: str) -> dict[str, int]:
 
 def wordrun_command(run: Path, options: Sequence[str], steps: int, log_interval: int) -> list[str]:
     """Return the command that trains wordrun into the folder ``run``."""
-    return [sys.executable, WATCH, "-m", "wordrun", *options, f"train.max_iters={steps}",
-            f"train.log_interval={log_interval}", f"hydra.run.dir={run}"]  # fmt: skip
+    return [
+        sys.executable,
+        WATCH,
+        "-m",
+        "wordrun",
+        *options,
+        f"train.max_iters={steps}",
+        f"train.log_interval={log_interval}",
+        f"hydra.run.dir={run}",
+    ]
 
 
 def train_wordrun(
@@ -92,11 +100,22 @@ def nanogpt_command(bench: Bench, batch: int, gas: int, steps: int) -> list[str]
     """Return the command that trains nanoGPT, to run in its folder."""
     shape = bench.shape
     options = {
-        "dataset": bench.data, "out_dir": bench.scratch / "nanogpt", "batch_size": batch, "max_iters": steps,
-        "gradient_accumulation_steps": gas, "n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd,
-        "block_size": shape.block_size, "eval_interval": 10**6, "eval_iters": 0, "log_interval": 1,
-        "device": bench.device, "compile": not bench.tiny, "dtype": "float32" if bench.tiny else "bfloat16",
-    }  # fmt: skip
+        "dataset": bench.data,
+        "out_dir": bench.scratch / "nanogpt",
+        "batch_size": batch,
+        "max_iters": steps,
+        "gradient_accumulation_steps": gas,
+        "n_layer": shape.n_layer,
+        "n_head": shape.n_head,
+        "n_embd": shape.n_embd,
+        "block_size": shape.block_size,
+        "eval_interval": 10**6,
+        "eval_iters": 0,
+        "log_interval": 1,
+        "device": bench.device,
+        "compile": not bench.tiny,
+        "dtype": "float32" if bench.tiny else "bfloat16",
+    }
     return [sys.executable, "-u", WATCH, "train.py", *(f"--{name}={value}" for name, value in options.items())]
 
 
@@ -144,11 +163,18 @@ def add_trained(bench: Bench, table: str, program: str, batch: int, gas: int, ru
     speed = tokens / statistics.median(steps)
     most = max((run.memory for run in runs), key=lambda each: each["allocated"])
     bench.add(
-        table, program=program, batch=f"{batch} x {gas}", tokens_per_s=speed, ms_median=1000 * statistics.median(steps),
-        ms_min=1000 * min(steps), ms_max=1000 * max(steps), intervals=len(steps),
+        table,
+        program=program,
+        batch=f"{batch} x {gas}",
+        tokens_per_s=speed,
+        ms_median=1000 * statistics.median(steps),
+        ms_min=1000 * min(steps),
+        ms_max=1000 * max(steps),
+        intervals=len(steps),
         mfu_of_measured_peak=bench.mfu(speed * bench.shape.flops_per_token),
-        allocated_gib=most["allocated"] / 2**30, reserved_gib=most["reserved"] / 2**30,
-    )  # fmt: skip
+        allocated_gib=most["allocated"] / 2**30,
+        reserved_gib=most["reserved"] / 2**30,
+    )
     return speed
 
 
@@ -243,8 +269,14 @@ def llama_options(bench: Bench, backend: str, checkpointing: str, batch: int) ->
     options = ["model=llama3_1b", "model.block_size=2048", "train.dtype=bf16", "train.compile=true"]
     if bench.tiny:
         options = ["model=llama_debug", f"model.vocab_size={PADDED}", "train.dtype=fp32"]
-    return [*options, f"train.backend={backend}", f"train.activation_checkpointing={checkpointing}",
-            f"model.batch_size={batch}", "optimizer.gas=1", *quiet(bench)]  # fmt: skip
+    return [
+        *options,
+        f"train.backend={backend}",
+        f"train.activation_checkpointing={checkpointing}",
+        f"model.batch_size={batch}",
+        "optimizer.gas=1",
+        *quiet(bench),
+    ]
 
 
 def llama(bench: Bench) -> None:
@@ -276,11 +308,19 @@ def add_llama(bench: Bench, backend: str, checkpointing: str, batch: int, done: 
     median = statistics.median(done.steps)
     speed = batch * model.block_size / median
     bench.add(
-        LLAMA, backend=backend, checkpointing=checkpointing, batch=batch, block=model.block_size, tokens_per_s=speed,
-        ms_median=1000 * median, ms_min=1000 * min(done.steps), ms_max=1000 * max(done.steps),
+        LLAMA,
+        backend=backend,
+        checkpointing=checkpointing,
+        batch=batch,
+        block=model.block_size,
+        tokens_per_s=speed,
+        ms_median=1000 * median,
+        ms_min=1000 * min(done.steps),
+        ms_max=1000 * max(done.steps),
         mfu_of_measured_peak=bench.mfu(speed * meta_model(model, PADDED).flops_per_token()),
-        allocated_gib=done.memory["allocated"] / 2**30, reserved_gib=done.memory["reserved"] / 2**30,
-    )  # fmt: skip
+        allocated_gib=done.memory["allocated"] / 2**30,
+        reserved_gib=done.memory["reserved"] / 2**30,
+    )
 
 
 def plan(bench: Bench) -> None:
@@ -300,6 +340,10 @@ def plan(bench: Bench) -> None:
         need, had = planned_bytes(options, checkpointing), row["allocated_gib"]
         gib = None if need is None else need / 2**30
         bench.add(
-            "plan (its peak of allocated memory) beside the measurement", configuration=name, plan_gib=gib,
-            measured_gib=had, ratio=gib / had if gib and had else None, measured_ms=row["ms_median"],
-        )  # fmt: skip
+            "plan (its peak of allocated memory) beside the measurement",
+            configuration=name,
+            plan_gib=gib,
+            measured_gib=had,
+            ratio=gib / had if gib and had else None,
+            measured_ms=row["ms_median"],
+        )

@@ -107,10 +107,12 @@ def summarize(path: Path, steps: int, *, on_cpu: bool = False) -> Summary:
     begin, end = min(e["ts"] for e in kernels), max(e["ts"] + e["dur"] for e in kernels)
     return Summary(
         busy_ms=_union([(e["ts"], e["ts"] + e["dur"]) for e in kernels]) / 1000 / steps,
-        window_ms=(end - begin) / 1000 / steps, launches=len(kernels) / steps,
+        window_ms=(end - begin) / 1000 / steps,
+        launches=len(kernels) / steps,
         kinds=sorted(((kind, spent / steps) for kind, spent in kinds.items()), key=lambda each: -each[1]),
-        kernels=sorted(rows, key=lambda row: -row.ms), products=sorted(gemms, key=lambda row: -row.ms),
-    )  # fmt: skip
+        kernels=sorted(rows, key=lambda row: -row.ms),
+        products=sorted(gemms, key=lambda row: -row.ms),
+    )
 
 
 def _union(spans: list[tuple[float, float]]) -> float:

@@ -52,10 +52,17 @@ LAYOUTS: dict[str, Callable[[int], list[str]]] = {
 
 def gpt2(tokens: int, *words: str) -> Config:
     """Return the config of GPT-2 with sequences of ``tokens``, one per micro-step."""
-    return compose([
-        "data=sample", "model=gpt2", f"model.block_size={tokens}", "model.batch_size=1", "model.dropout=0",
-        "tracker=jsonl", *words,
-    ])  # fmt: skip
+    return compose(
+        [
+            "data=sample",
+            "model=gpt2",
+            f"model.block_size={tokens}",
+            "model.batch_size=1",
+            "model.dropout=0",
+            "tracker=jsonl",
+            *words,
+        ]
+    )
 
 
 def table(gib: float, step: int = 1024) -> list[list[str]]:

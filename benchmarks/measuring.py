@@ -71,8 +71,9 @@ def main() -> None:
             share = (steps + wall / every) / (1e4 * STEP_S)
             print(
                 f"rank {world.rank}, log_interval={every}: a line takes {wall:.0f} us, {cpu:.0f} of them of CPU time; "
-                f"{share:.2f} % of a step of {1000 * STEP_S:.0f} ms", flush=True,
-            )  # fmt: skip
+                f"{share:.2f} % of a step of {1000 * STEP_S:.0f} ms",
+                flush=True,
+            )
 
 
 def taken(call: Callable[[], object]) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,13 +34,24 @@ def wordrun(args: argparse.Namespace) -> int:
     from wordrun import Trainer, compose
 
     with tempfile.TemporaryDirectory() as folder:
-        cfg = compose([
-            "data=sample", "tokenizer=char", "model=gpt2", f"model.vocab_size={VOCAB}", "model.dropout=0",
-            f"model.n_layer={args.layers}", f"model.batch_size={args.batch}", f"model.block_size={args.block}",
-            "train.max_iters=2", "train.eval_interval=0", "train.sample_tokens=0", "train.sample_interval=0",
-            "train.checkpoint_interval=0", "train.dtype=fp32", "train.device=cpu", "tracker=jsonl",
-            f"train.backend={args.backend}", f"hydra.run.dir={folder}/run",
-        ])  # fmt: skip
+        cfg = compose(
+            [
+                "data=sample",
+                "tokenizer=char",
+                "model=gpt2",
+                f"model.vocab_size={VOCAB}",
+                "model.dropout=0",
+                f"model.n_layer={args.layers}",
+                f"model.batch_size={args.batch}",
+                f"model.block_size={args.block}",
+                *shlex.split("""
+            train.max_iters=2 train.eval_interval=0 train.sample_tokens=0 train.sample_interval=0
+            train.checkpoint_interval=0 train.dtype=fp32 train.device=cpu tracker=jsonl
+        """),
+                f"train.backend={args.backend}",
+                f"hydra.run.dir={folder}/run",
+            ]
+        )
         before = peak()
         with Trainer(cfg) as trainer:
             trainer.train()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,10 +31,10 @@ from wordrun.dist import session
 from wordrun.train.hooks.base import Hook
 
 INTERVAL, NEVER = 10, 10**9
-WORDS = [
-    "data=sample", "tracker=jsonl", "model=gpt2", "model.batch_size=1", "train.dtype=fp32", "train.device=cpu",
-    "train.eval_interval=0", "train.sample_tokens=0", "train.checkpoint_interval=0", "train.check_memory=false",
-]  # fmt: skip
+WORDS = shlex.split("""
+    data=sample tracker=jsonl model=gpt2 model.batch_size=1 train.dtype=fp32 train.device=cpu
+    train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=0 train.check_memory=false
+""")
 
 
 class Windows(Hook):

@@ -10,6 +10,7 @@ steps to AdamW's in the same round.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import tempfile
 import time
@@ -18,10 +19,10 @@ import wordrun
 from wordrun import dist
 from wordrun.backend.step_timer import StepTimer
 
-MODEL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.sample_tokens=0", "train.checkpoint_interval=0",
-    "model.n_layer=6", "model.n_head=6", "model.n_embd=384", "model.block_size=256", "model.batch_size=12",
-]  # fmt: skip
+MODEL = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.sample_tokens=0 train.checkpoint_interval=0
+    model.n_layer=6 model.n_head=6 model.n_embd=384 model.block_size=256 model.batch_size=12
+""")
 
 
 def main() -> None:

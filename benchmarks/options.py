@@ -15,6 +15,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import statistics
 import sys
 import tempfile
@@ -24,14 +25,20 @@ from pathlib import Path
 
 from vs_nanogpt import run
 
-SETTING = [
-    "data=shakespeare", "data.offline=error", "tracker=jsonl", "train.sample_tokens=0", "train.eval_iters=null",
-    "train.dtype=fp32", "model=modern", "optimizer.warmup_iters=10", "optimizer.grad_clip=1",
-]  # fmt: skip
+SETTING = shlex.split("""
+    data=shakespeare data.offline=error tracker=jsonl train.sample_tokens=0 train.eval_iters=null
+    train.dtype=fp32 model=modern optimizer.warmup_iters=10 optimizer.grad_clip=1
+""")
 PLAIN = {
-    "mlp": "gelu", "qk_norm": "false", "norm_weights": "true", "embed_norm": "false", "zero_init": "false",
-    "softcap": "0", "value_layers": "[]", "ngram_rows": "[]",
-}  # fmt: skip
+    "mlp": "gelu",
+    "qk_norm": "false",
+    "norm_weights": "true",
+    "embed_norm": "false",
+    "zero_init": "false",
+    "softcap": "0",
+    "value_layers": "[]",
+    "ngram_rows": "[]",
+}
 ADAMW = ["optimizer=adamw", "optimizer.learning_rate=4e-3", "schedule=cosine"]
 OPTIONS = {
     "linear schedule to zero": ["schedule=linear", "optimizer.min_lr=0"],

@@ -11,6 +11,7 @@ twice as long as forward.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import tempfile
 import time
@@ -28,9 +29,11 @@ from wordrun.backend.options import SCHEDULES, PPConfig
 from wordrun.train.hooks.base import Hook, Training
 
 STEPS, WARM_UP = 12, 3
-SHAPES = ["data=sample", "tracker=jsonl", "train.dtype=fp32", "train.eval_interval=0", "train.sample_tokens=0",
-          "train.log_interval=1000000", "model.n_layer=8", "model.n_embd=256", "model.block_size=128",
-          "model.batch_size=8", "backend.microbatches=8"]  # fmt: skip
+SHAPES = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.eval_interval=0 train.sample_tokens=0
+    train.log_interval=1000000 model.n_layer=8 model.n_embd=256 model.block_size=128
+    model.batch_size=8 backend.microbatches=8
+""")
 PASSES = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
 COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
 
@@ -125,9 +128,15 @@ def draw(found: dict[str, tuple[list[Pass], str]], ranks: int, path: Path) -> No
         begin = min(each.begin for each in passes)
         for each in passes:
             axes.barh(
-                each.rank, each.end - each.begin, left=each.begin - begin, height=0.8, color=COLOURS[each.kind],
-                alpha=1.0 if each.stage < ranks else 0.6, edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
+                each.rank,
+                each.end - each.begin,
+                left=each.begin - begin,
+                height=0.8,
+                color=COLOURS[each.kind],
+                alpha=1.0 if each.stage < ranks else 0.6,
+                edgecolor="white",
+                linewidth=0.5,
+            )
         axes.set_title(f"{schedule}: {title}", loc="left", fontsize=9)
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         axes.invert_yaxis()
@@ -135,8 +144,13 @@ def draw(found: dict[str, tuple[list[Pass], str]], ranks: int, path: Path) -> No
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("seconds since the step's first pass (a rank's second run of blocks is paler)")
     labels = {"forward": "forward", "backward": "backward", "weights": "backward, weights alone"}
-    figure.legend(handles=[Patch(color=COLOURS[kind], label=label) for kind, label in labels.items()],
-                  loc="outside upper right", ncols=3, fontsize=8, frameon=False)  # fmt: skip
+    figure.legend(
+        handles=[Patch(color=COLOURS[kind], label=label) for kind, label in labels.items()],
+        loc="outside upper right",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
     figure.savefig(path, dpi=130)
 
 

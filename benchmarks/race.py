@@ -62,9 +62,14 @@ def timed_lines(command: Sequence[str], cwd: Path | None = None) -> list[tuple[f
     """Run a command and return each line of its output with the seconds after which it came."""
     start = time.monotonic()
     job = subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1,
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    )
     assert job.stdout is not None
     lines = [(time.monotonic() - start, line) for line in job.stdout]
     if job.wait():
@@ -129,12 +134,14 @@ def row(name: str, results: Sequence[Result]) -> str:
     """Return a line of the table."""
     first = results[0]
     columns = [
-        name, f"{first.parameters:,}" if first.parameters else "",
+        name,
+        f"{first.parameters:,}" if first.parameters else "",
         mean_and_deviation([each.seconds for each in results], 1),
         mean_and_deviation([each.stepping for each in results], 1),
-        f"{first.steps:,}", f"{first.steps * first.batch * CPU.block_size:,}",
+        f"{first.steps:,}",
+        f"{first.steps * first.batch * CPU.block_size:,}",
         mean_and_deviation([each.loss for each in results], 4),
-    ]  # fmt: skip
+    ]
     return f"| {' | '.join(columns)} |"
 
 

@@ -153,7 +153,7 @@ def clients(pipe: Any, address: str, port: int, ranks: int, count: int) -> None:
         "config": lambda: [each.get("config") for each in mine],
         "arrive": lambda: [each.add("here", 1) for each in mine],
         "look": lambda: [each.check(["end"]) for each in mine],
-    }  # fmt: skip
+    }
     pipe.send("ready")
     with contextlib.suppress(EOFError):  # at the end of the measurement
         while True:

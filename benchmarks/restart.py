@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -54,13 +55,23 @@ def process_of(rank: int, launch: int) -> int | None:
 def train(way: str, faults: int, ranks: int, folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
     """Train, kill ``faults`` times, and return the run's recoveries."""
     words = [
-        sys.executable, "-m", "wordrun.launch", *WAYS[way], *(["--retries", str(faults)] if faults else []),
-        "-n", str(ranks), sys.executable, "-m", "wordrun", "data=sample", "model=nano", "tracker=jsonl",
-        "train.backend=FSDP", "train.memory_checkpoint_interval=1", "train.log_interval=1",
+        sys.executable,
+        "-m",
+        "wordrun.launch",
+        *WAYS[way],
+        *(["--retries", str(faults)] if faults else []),
+        "-n",
+        str(ranks),
+        sys.executable,
+        *shlex.split("""
+        -m wordrun data=sample model=nano tracker=jsonl
+        train.backend=FSDP train.memory_checkpoint_interval=1 train.log_interval=1
+    """),
         f"train.max_iters={BETWEEN * (faults + 1)}",
-        "train.eval_interval=0", "train.sample_tokens=0", "train.device=cpu", "train.dtype=fp32",
-        f"hydra.run.dir={folder}", *overrides,
-    ]  # fmt: skip
+        *shlex.split("train.eval_interval=0 train.sample_tokens=0 train.device=cpu train.dtype=fp32"),
+        f"hydra.run.dir={folder}",
+        *overrides,
+    ]
     with open(folder.with_suffix(".out"), "w") as out:
         launch = subprocess.Popen(words, stdout=out, stderr=out)
     for fault in range(faults):

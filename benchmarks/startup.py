@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -66,8 +67,13 @@ def import_torch() -> Times:
 
 def train(ranks: int, steps: int, overrides: list[str], folder: Path) -> Times:
     """Measure a run of ``steps`` steps on ``ranks`` ranks; one rank is started without ``launch``."""
-    program = [sys.executable, "-m", "wordrun", "data=sample", "tracker=jsonl", "train.log_interval=1",
-               f"train.max_iters={steps}", f"hydra.run.dir={folder}/run", *overrides]  # fmt: skip
+    program = [
+        sys.executable,
+        *shlex.split("-m wordrun data=sample tracker=jsonl train.log_interval=1"),
+        f"train.max_iters={steps}",
+        f"hydra.run.dir={folder}/run",
+        *overrides,
+    ]
     launch = [sys.executable, "-m", "wordrun.launch", "-n", str(ranks)] if ranks > 1 else []
     first = last = first_cpu = last_cpu = 0.0
     before = os.times().children_user

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -62,9 +63,15 @@ SHAPES = (
 
 def nanogpt_command(out: Path, options: list[str], steps: int, compiled: bool = False) -> list[str]:
     """Return the command that trains nanoGPT, to run in its folder."""
-    return [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", "--device=cpu",
-            f"--compile={compiled}", f"--out_dir={out}", "--log_interval=1", f"--max_iters={steps}",
-            *options]  # fmt: skip
+    return [
+        sys.executable,
+        *shlex.split("-u train.py config/train_shakespeare_char.py --device=cpu"),
+        f"--compile={compiled}",
+        f"--out_dir={out}",
+        "--log_interval=1",
+        f"--max_iters={steps}",
+        *options,
+    ]
 
 
 def nanogpt_steps(text: str) -> list[float]:
@@ -75,8 +82,14 @@ def nanogpt_steps(text: str) -> list[float]:
 
 def wordrun_command(out: Path, options: list[str], steps: int) -> list[str]:
     """Return the command that trains wordrun."""
-    return [sys.executable, "-m", "wordrun", "data=shakespeare", "data.offline=error", "tracker=jsonl",
-            f"hydra.run.dir={out}", f"train.max_iters={steps}", "train.log_interval=1", *options]  # fmt: skip
+    return [
+        sys.executable,
+        *shlex.split("-m wordrun data=shakespeare data.offline=error tracker=jsonl"),
+        f"hydra.run.dir={out}",
+        f"train.max_iters={steps}",
+        "train.log_interval=1",
+        *options,
+    ]
 
 
 def wordrun_steps(out: Path) -> list[float]:

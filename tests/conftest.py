@@ -326,7 +326,7 @@ def ranks(command: Command) -> Command:
         starters: dict[str, Sequence[str | Path]] = {
             "mpiexec": ("mpiexec", "-n", str(n), sys.executable),
             "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)),
-        }  # fmt: skip
+        }
         return command(*starters[under], *words, timeout=timeout, **env)
 
     return run

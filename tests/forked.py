@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import threading
@@ -27,10 +28,10 @@ from unittest import mock
 from wordrun.launch.address import free_port
 
 # What a rank imports sooner or later.
-IMPORTS = [
-    "pytest", "torch._dynamo", "wordrun.commands.train", "wordrun.train.language", "wordrun.train.trainer",
-    "wordrun.backend.ddp", "wordrun.backend.pipeline", "torch.distributed.checkpoint", "warm",
-]  # fmt: skip
+IMPORTS = shlex.split("""
+    pytest torch._dynamo wordrun.commands.train wordrun.train.language wordrun.train.trainer
+    wordrun.backend.ddp wordrun.backend.pipeline torch.distributed.checkpoint warm
+""")
 # Launchers end the other ranks this soon after one has failed.
 GRACE_S = 0.3
 _server = multiprocessing.get_context("forkserver")

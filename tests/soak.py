@@ -54,7 +54,7 @@ from soak_runs import (
     sources,
     wait_for,
     wait_until_gone,
-)  # fmt: skip
+)
 
 A_MOMENT = 0.001  # a save of these small models takes milliseconds
 AWAITED = {"save": saving, "evaluation": evaluating}
@@ -63,10 +63,19 @@ VICTIMS = ("a rank", "all ranks", "launch")
 NODE = "a node"
 MOMENTS = ("training", "saving", "starting")
 ELASTIC_VICTIMS = (
-    "a rank", "a guardian", "a rank without memory", "a rank and in the restart a guardian", "a node's ranks",
-    "launch", "an importing guardian", NODE, "a stopped rank", "a rank whose restart has no memory", "a rank",
+    "a rank",
+    "a guardian",
+    "a rank without memory",
+    "a rank and in the restart a guardian",
+    "a node's ranks",
+    "launch",
+    "an importing guardian",
+    NODE,
+    "a stopped rank",
+    "a rank whose restart has no memory",
+    "a rank",
     "all nodes",
-)  # fmt: skip
+)
 ELASTIC_MOMENTS = ("step", "evaluation", "save", "start")
 # launch gives up when the same rank is killed twice at a step: the steps of two faults of one must be so far apart,
 # since some are taken between the soak's look and launch's.
@@ -92,9 +101,11 @@ def disturb(words: list[str], folder: Path, victim: str, moment: str, dice: rand
     ranks = ranks_below(process.pid)
     variable = b"WORDRUN_SHM=%b0\0" % os.fsencode(folder.with_suffix(".node"))
     pids = {
-        "a rank": dice.sample(ranks, min(1, len(ranks))), "all ranks": ranks, "launch": [process.pid],
+        "a rank": dice.sample(ranks, min(1, len(ranks))),
+        "all ranks": ranks,
+        "launch": [process.pid],
         NODE: [pid for pid in ranks if variable in environment(pid)],
-    }[victim]  # fmt: skip
+    }[victim]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -157,9 +168,12 @@ class Elastic:
             return ""
         one = [self.dice.choice(ranks)]
         pids = {
-            "a node's ranks": of_node, "a guardian": [guardian], "launch": [process.pid], NODE: [guardian, *of_node],
+            "a node's ranks": of_node,
+            "a guardian": [guardian],
+            "launch": [process.pid],
+            NODE: [guardian, *of_node],
             "all nodes": [*of_guardian, *ranks],
-        }.get(victim, one)  # fmt: skip
+        }.get(victim, one)
         if self.too_near(step, [f"rank {ranks.index(pid)}" if pid in ranks else "guardian" for pid in pids]):
             return ""
         full = folder.with_suffix(".node.full")
@@ -214,9 +228,15 @@ class Elastic:
 
 
 def soak_elastic(
-    home: Path, faults: int, seed: int, steps: int, ranks: int = 4, *, file: Path | None = None,
+    home: Path,
+    faults: int,
+    seed: int,
+    steps: int,
+    ranks: int = 4,
+    *,
+    file: Path | None = None,
     whole: Callable[[list[str]], None] | None = None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Hit a training under guardians ``faults`` times; return what happened, or raise SystemExit if it is wrong.
 
     ``whole`` trains with the options that it gets and without faults; None: it is launched.
@@ -257,9 +277,11 @@ def report(recoveries: list[dict[str, Any]], faults: int, lost: int, file: Path 
     """Print what faults have cost, with those of the earlier runs that ``file`` has."""
     earlier = json.loads(file.read_text()) if file and file.exists() else {}
     total = {
-        "runs": earlier.get("runs", 0) + 1, "faults": earlier.get("faults", 0) + faults,
-        "lost": earlier.get("lost", 0) + lost, "recoveries": [*earlier.get("recoveries", []), *recoveries],
-    }  # fmt: skip
+        "runs": earlier.get("runs", 0) + 1,
+        "faults": earlier.get("faults", 0) + faults,
+        "lost": earlier.get("lost", 0) + lost,
+        "recoveries": [*earlier.get("recoveries", []), *recoveries],
+    }
     if file:
         file.write_text(json.dumps(total))
     print(f"{total['faults']} faults in {total['runs']} runs, {total['lost']} of them not survived")
@@ -283,9 +305,14 @@ def undisturbed(home: Path, words: list[str], whole: Callable[[list[str]], None]
 
 
 def soak(
-    home: Path, runs: int, seed: int, steps: int, *, memory: bool = False,
+    home: Path,
+    runs: int,
+    seed: int,
+    steps: int,
+    *,
+    memory: bool = False,
     whole: Callable[[list[str]], None] | None = None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Disturb a training ``runs`` times, and return what happened; raise SystemExit where something is wrong.
 
     ``whole`` is that of ``soak_elastic``.

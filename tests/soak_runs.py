@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -52,26 +53,48 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False, elast
         script.parent.mkdir(exist_ok=True)
         script.write_text(RANK)
         return [
-            *words[:2], str(elastic), "--elastic", "--retries", "100000",
-            "--hostfile", str(hosts), "--launcher-args", "-launcher fork", "--oversubscribe", sys.executable,
-            str(script), f"{folder.with_suffix('.node')}", *words[words.index("wordrun") + 1 :],
-            "train.eval_interval=7", "train.eval_iters=2", "train.save_best=false",
-        ]  # fmt: skip
+            *words[:2],
+            str(elastic),
+            *shlex.split("--elastic --retries 100000 --hostfile"),
+            str(hosts),
+            "--launcher-args",
+            "-launcher fork",
+            "--oversubscribe",
+            sys.executable,
+            str(script),
+            f"{folder.with_suffix('.node')}",
+            *words[words.index("wordrun") + 1 :],
+            "train.eval_interval=7",
+            "train.eval_iters=2",
+            "train.save_best=false",
+        ]
     if memory:  # each rank gets the memory of its node
         node = folder.with_suffix(".node")
         script = f'export WORDRUN_SHM="{node}$RANK"; mkdir -p "$WORDRUN_SHM"; exec "$@"'
         python = ["sh", "-c", script, "sh", sys.executable]
     return [
-        str(Path(sys.executable).with_name("launch")), "-n", "2", "--env", "OMP_NUM_THREADS=1", *python, "-m",
-        "wordrun", *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []), "data=text",
-        "tokenizer=char", f"data.path={text}", f"hydra.run.dir={folder}", "tracker=jsonl",
+        str(Path(sys.executable).with_name("launch")),
+        *shlex.split("-n 2 --env OMP_NUM_THREADS=1"),
+        *python,
+        "-m",
+        "wordrun",
+        *(["train.memory_checkpoint_interval=2", "train.backend=FSDP"] if memory else []),
+        "data=text",
+        "tokenizer=char",
+        f"data.path={text}",
+        f"hydra.run.dir={folder}",
+        "tracker=jsonl",
         "train.resume=auto",
-        f"train.max_iters={steps}", "train.log_interval=1", "train.eval_interval=0",
+        f"train.max_iters={steps}",
+        "train.log_interval=1",
+        "train.eval_interval=0",
         f"train.checkpoint_interval={20 if memory else 5}",
-        "train.sample_tokens=0", "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=64",
-        "model.n_head=2", "model.block_size=32", "model.batch_size=4", "model.dropout=0.1",
-        "optimizer.warmup_iters=10",
-    ]  # fmt: skip
+        *shlex.split("""
+        train.sample_tokens=0 train.dtype=fp32 train.device=cpu model.n_layer=2 model.n_embd=64
+        model.n_head=2 model.block_size=32 model.batch_size=4 model.dropout=0.1
+        optimizer.warmup_iters=10
+    """),
+    ]
 
 
 def options(words: list[str]) -> list[str]:

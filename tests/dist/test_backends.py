@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -22,24 +23,24 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 # An odd number of characters, so that tensor parallelism pads the vocabulary.
 assert len(set(TEXT)) == 31
 # A gentle learning rate: where a step overshoots, rounding errors of 1e-7 grow to 1e-2.
-SMALL = [
-    "data=text", "tokenizer=char", "data.path=text.txt", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
-    "train.max_iters=8",
-    "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=2", "train.sample_tokens=2",
-    "train.sample_prompt=The", "train.global_batch_size=8", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3",
-    "optimizer.grad_clip=0.9", "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
-    "model.batch_size=8", "train.save_best=false",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=text tokenizer=char data.path=text.txt tracker=jsonl train.dtype=fp32 train.device=cpu
+    train.max_iters=8
+    train.log_interval=1 train.eval_interval=4 train.eval_iters=2 train.sample_tokens=2
+    train.sample_prompt=The train.global_batch_size=8 optimizer.warmup_iters=2 optimizer.learning_rate=2e-3
+    optimizer.grad_clip=0.9 model.n_layer=2 model.n_head=2 model.n_embd=16 model.block_size=16
+    model.batch_size=8 train.save_best=false
+""")
 MODELS = {
     "gpt": ["model.bias=true"],
     # With the norms and the head size of Qwen3.
-    "llama": [
-        "model=llama_debug",
-        "model.n_kv_head=2",
-        "model.n_hidden=40",
-        "model.qk_norm=true",
-        "model.head_size=12",
-    ],
+    "llama": shlex.split("""
+        model=llama_debug
+        model.n_kv_head=2
+        model.n_hidden=40
+        model.qk_norm=true
+        model.head_size=12
+    """),
     "modern": [
         "model=modern",
         "model.n_hidden=40",
@@ -49,11 +50,11 @@ MODELS = {
         "optimizer.learning_rate=3e-3",
     ],
     # The parts that the modern model has only if they are chosen.
-    "parts": [
-        "model=modern", "model.n_hidden=40", "model.tie=true", "model.mlp=swiglu", "model.norm_weights=true",
-        "model.softcap=0", "optimizer.learning_rate=6e-3",
-    ],
-}  # fmt: skip
+    "parts": shlex.split("""
+        model=modern model.n_hidden=40 model.tie=true model.mlp=swiglu model.norm_weights=true
+        model.softcap=0 optimizer.learning_rate=6e-3
+    """),
+}
 SCRIPT = """
 import json, sys
 import torch
@@ -205,18 +206,27 @@ VARIANTS = {
 }
 # Short documents, several in a sequence, to which attention is confined.
 MASKED = [
-    "data.path=documents.jsonl", "tokenizer=byte", "data.mask_documents=true",
-    *MODELS["llama"], *SHORT, "optimizer.grad_clip=1.0", "optimizer.learning_rate=1e-2",
-]  # fmt: skip
+    "data.path=documents.jsonl",
+    "tokenizer=byte",
+    "data.mask_documents=true",
+    *MODELS["llama"],
+    *SHORT,
+    "optimizer.grad_clip=1.0",
+    "optimizer.learning_rate=1e-2",
+]
 THREE_D = [
-    "train.backend=3D", f"backend.tp={TP}", "backend.replicate=-1", "backend.shard=1",
-    "train.activation_checkpointing=selective", *SHORT,
-]  # fmt: skip
+    "train.backend=3D",
+    f"backend.tp={TP}",
+    "backend.replicate=-1",
+    "backend.shard=1",
+    "train.activation_checkpointing=selective",
+    *SHORT,
+]
 # Whole matrices by owner, also of matrices of which a rank has no rows (1 of 2 on 2 ranks).
-MUON = [
-    "optimizer=muon", "optimizer.learning_rate=5e-3", "optimizer.adamw_lr=2e-3", "optimizer.momentum_warmup=5",
-    "optimizer.grad_clip=0.72",
-]  # fmt: skip
+MUON = shlex.split("""
+    optimizer=muon optimizer.learning_rate=5e-3 optimizer.adamw_lr=2e-3 optimizer.momentum_warmup=5
+    optimizer.grad_clip=0.72
+""")
 # At twice the base width, where logits, attention, initial values and learning rates are all scaled.
 MUP = [
     "model.bias=true",
@@ -226,13 +236,22 @@ MUP = [
     "optimizer.learning_rate=8e-3",
 ]
 MUON_3D = [
-    "train.backend=3D", f"backend.tp={TP}", *MODELS["modern"], *MUON, "optimizer.split=heads",
+    "train.backend=3D",
+    f"backend.tp={TP}",
+    *MODELS["modern"],
+    *MUON,
+    "optimizer.split=heads",
     "optimizer.scale=spectral",
-]  # fmt: skip
+]
 MUON_EMPTY = [
-    "train.backend=TP", f"backend.tp={TP}", *MODELS["llama"], "model.n_hidden=2", *MUON, "optimizer.grad_clip=0.9",
+    "train.backend=TP",
+    f"backend.tp={TP}",
+    *MODELS["llama"],
+    "model.n_hidden=2",
+    *MUON,
+    "optimizer.grad_clip=0.9",
     *SHORT,
-]  # fmt: skip
+]
 
 
 def test_two_ranks_go_as_one(ranks: Any, tmp_path: Path) -> None:
@@ -290,9 +309,11 @@ def test_two_ranks_go_as_one(ranks: Any, tmp_path: Path) -> None:
     assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-3), "gradients sent in bf16"
     assert rounded["loss"] != exact["loss"]
     for model, one_rank, two_ranks in (
-        ("gpt", "gpt-one", "gpt-fsdp-1"), ("llama", "llama-one-short", "llama-fsdp-2"),
-        ("modern", "modern-one-short", "modern-fsdp-2"), ("muon", "muon-one", "muon-fsdp-1"),
-    ):  # fmt: skip
+        ("gpt", "gpt-one", "gpt-fsdp-1"),
+        ("llama", "llama-one-short", "llama-fsdp-2"),
+        ("modern", "modern-one-short", "modern-fsdp-2"),
+        ("muon", "muon-one", "muon-fsdp-1"),
+    ):
         one = torch.load(tmp_path / one_rank / "found.pt", weights_only=False)["ranks"][0]
         for each in torch.load(tmp_path / two_ranks / "found.pt", weights_only=False)["ranks"]:
             for what in ("parameters", "gradients", "states"):
@@ -306,9 +327,10 @@ def test_four_and_eight_ranks_go_as_one(ranks: Any, tmp_path: Path) -> None:
     }
     eight = {"modern-3d": [*MODELS["modern"], *THREE_D, f"model.batch_size={2 * TP}", "train.chunked_loss=true"]}
     alone = {
-        "modern-alone-short": [*MODELS["modern"], *SHORT], "muon-alone": MUON_3D[2:],
+        "modern-alone-short": [*MODELS["modern"], *SHORT],
+        "muon-alone": MUON_3D[2:],
         "muon-empty-alone-short": MUON_EMPTY[2:],
-    }  # fmt: skip
+    }
     train(ranks, 1, alone, tmp_path)
     train(ranks, 4, four, tmp_path)
     train(ranks, 8, eight, tmp_path)

@@ -6,6 +6,7 @@ One process, but a minute of it, so that it is no unit test.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +16,13 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
-SMALL = (
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=4", "train.log_interval=1",
-    "train.eval_interval=0", "train.sample_tokens=0", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
-    "model.block_size=16", "model.batch_size=4",
-)  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=4 train.log_interval=1
+    train.eval_interval=0 train.sample_tokens=0 model.n_layer=1 model.n_head=2 model.n_embd=16
+    model.block_size=16 model.batch_size=4
+""")
+)
 
 
 def losses(folder: Path) -> list[float]:
@@ -72,20 +75,24 @@ def test_compiled_blocks_of_every_backend_have_the_same_losses(
     """With activation checkpointing and attention within documents; LLaMA's one block follows the embedding."""
     monkeypatch.chdir(tmp_path)
     words = [
-        *SMALL, "tokenizer=byte", "data.mask_documents=true", "model.vocab_size=258", "model.n_layer=2",
-        "train.checkpoint_interval=0", "train.activation_checkpointing=full", "train.max_iters=2",
-    ]  # fmt: skip
+        *SMALL,
+        *shlex.split("""
+        tokenizer=byte data.mask_documents=true model.vocab_size=258 model.n_layer=2
+        train.checkpoint_interval=0 train.activation_checkpointing=full train.max_iters=2
+    """),
+    ]
     settings = {
         **{backend: [f"train.backend={backend}"] for backend in ("FSDP", "TP", "PP")},
-        "LLaMA": [
-            "train.backend=TP", "model=llama_debug", "model.n_layer=1", "model.n_kv_head=2",
-            "train.activation_checkpointing=none",
-        ],
-    }  # fmt: skip
+        "LLaMA": shlex.split("""
+            train.backend=TP model=llama_debug model.n_layer=1 model.n_kv_head=2
+            train.activation_checkpointing=none
+        """),
+    }
     runs = [
         [*words, *setting, f"train.compile={compile_}", f"hydra.run.dir={name}-{compile_}"]
-        for name, setting in settings.items() for compile_ in ("true", "false")
-    ]  # fmt: skip
+        for name, setting in settings.items()
+        for compile_ in ("true", "false")
+    ]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     (tmp_path / "script.py").write_text(SCRIPT)
     done = ranks(2, "script.py", "runs.json", under="fork", timeout=170)
@@ -101,8 +108,9 @@ def test_ranks_compile_in_the_midst_of_a_run(ranks: Command, tmp_path: Path, mon
     words = [*SMALL, "train.max_iters=18", "train.checkpoint_interval=0"]
     runs = [
         [*words, f"train.backend={backend}", f"train.compile={compile_}", f"hydra.run.dir={backend}-{compile_}"]
-        for backend in ("DDP", "FSDP") for compile_ in ("auto", "false")
-    ]  # fmt: skip
+        for backend in ("DDP", "FSDP")
+        for compile_ in ("auto", "false")
+    ]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     (tmp_path / "script.py").write_text(SCRIPT)
     done = ranks(2, "script.py", "runs.json", under="fork", timeout=170)

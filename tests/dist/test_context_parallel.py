@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)
 
-SMALL = [
-    "data=text", "tokenizer=byte", "data.path=documents.jsonl", "tracker=jsonl", "train.dtype=fp32",
-    "train.device=cpu", "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=1",
-    "train.sample_tokens=2", "train.sample_prompt=The", "train.global_batch_size=4", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "model.n_layer=2", "model.n_head=4", "model.n_embd=32",
-    "model.block_size=32", "metrics=[accuracy]",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=text tokenizer=byte data.path=documents.jsonl tracker=jsonl train.dtype=fp32
+    train.device=cpu train.max_iters=4 train.log_interval=1 train.eval_interval=2 train.eval_iters=1
+    train.sample_tokens=2 train.sample_prompt=The train.global_batch_size=4 train.save_best=false
+    optimizer.warmup_iters=2 optimizer.learning_rate=2e-3 model.n_layer=2 model.n_head=4 model.n_embd=32
+    model.block_size=32 metrics=[accuracy]
+""")
 MODELS = {
     "gpt": ["model.bias=true"],
     "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "data.mask_documents=true"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from conftest import Command
 
 TEXT = 100 * "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
-SMALL = [
-    "data=text", "tokenizer=char", "data.path=text.txt", "train.sample_prompt=The", "tracker=jsonl", "train.dtype=fp32",
-    "train.device=cpu", "train.global_batch_size=8", "train.max_iters=8",
-    "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=3",
-    "train.sample_interval=0", "train.sample_tokens=4", "train.save_best=false", "optimizer.warmup_iters=2",
-    "optimizer.learning_rate=2e-3", "optimizer.grad_clip=0.5",
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=text tokenizer=char data.path=text.txt train.sample_prompt=The tracker=jsonl train.dtype=fp32
+    train.device=cpu train.global_batch_size=8 train.max_iters=8
+    train.log_interval=1 train.eval_interval=4 train.eval_iters=3
+    train.sample_interval=0 train.sample_tokens=4 train.save_best=false optimizer.warmup_iters=2
+    optimizer.learning_rate=2e-3 optimizer.grad_clip=0.5
+    model.n_layer=2 model.n_head=2 model.n_embd=32 model.block_size=32
+""")
 SCRIPT = """
 import json, sys
 import wordrun
@@ -72,10 +73,14 @@ DEEPSPEED = ["train.backend=deepspeed", "model.batch_size=4"]
 STAGE_3 = [*DEEPSPEED, "backend.stage=3", "backend.keep_below=0"]
 EVERY_STAGE = {
     f"stage {stage}, {gas} micro-steps": [
-        *STAGE_3, f"backend.stage={stage}", f"model.batch_size={4 // gas}", f"optimizer.gas={gas}",
+        *STAGE_3,
+        f"backend.stage={stage}",
+        f"model.batch_size={4 // gas}",
+        f"optimizer.gas={gas}",
     ]
-    for stage in (0, 1, 2, 3) for gas in (1, 2)
-}  # fmt: skip
+    for stage in (0, 1, 2, 3)
+    for gas in (1, 2)
+}
 OTHERS = {
     "stage 2, optimizer offloaded": [*DEEPSPEED, "backend.stage=2", "backend.offload_optimizer=true"],
     "stage 3, all offloaded": [*STAGE_3, "backend.offload_optimizer=true", "backend.offload_params=true"],
@@ -83,10 +88,12 @@ OTHERS = {
     "stage 3, a ds_config": [*STAGE_3, "backend.config=ds_config.json"],
 }
 DS_CONFIG = {
-    "train_batch_size": "auto", "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.1}},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": "auto"},
-}  # fmt: skip
+}
 
 
 def train(ranks: Any, n: int, runs: dict[str, list[str]]) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)
 
-SMALL = [
-    "data=sample", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=12",
-    "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=1", "train.sample_tokens=0",
-    "train.checkpoint_interval=0", "train.save_best=false", "optimizer.warmup_iters=2",
-    "optimizer.learning_rate=2e-3", "train.global_batch_size=8", "model.batch_size=2", "model.n_layer=2",
-    "model.n_head=2", "model.n_embd=16", "model.block_size=16",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=12
+    train.log_interval=1 train.eval_interval=4 train.eval_iters=1 train.sample_tokens=0
+    train.checkpoint_interval=0 train.save_best=false optimizer.warmup_iters=2
+    optimizer.learning_rate=2e-3 train.global_batch_size=8 model.batch_size=2 model.n_layer=2
+    model.n_head=2 model.n_embd=16 model.block_size=16
+""")
 SAVED = ["train.checkpoint_interval=2", "train.keep_checkpoints=9"]
 DILOCO = ["train.backend=diloco", "backend.sync_every=6"]
 PLAIN = ["optimizer=sgd", "optimizer.grad_clip=0", "optimizer.learning_rate=0.1"]
@@ -64,12 +65,17 @@ def test_two_islands(ranks: Any, tmp_path: Path) -> None:
     # Steps 4 and 8 are between two exchanges. Dropout, whose RNG states are resumed as well.
     parts = [*DILOCO, "model.dropout=0.1", "optimizer=muon", "backend.fragments=3"]
     runs = {
-        "ddp": [*PLAIN, "train.backend=DDP"], "equal": EQUAL,
-        "whole": [*DILOCO, *SAVED], "whole-on": [*DILOCO, resume("whole", 4)],
-        "parts": [*parts, *SAVED], "parts-on": [*parts, resume("parts", 8)],
-        "one": [*DILOCO, "backend.islands=1", "backend.outer_lr=1", "backend.outer_momentum=0"], "adamw": [],
-        "to-ddp": [resume("whole", 6)], "refused": [resume("whole", 4)],
-    }  # fmt: skip
+        "ddp": [*PLAIN, "train.backend=DDP"],
+        "equal": EQUAL,
+        "whole": [*DILOCO, *SAVED],
+        "whole-on": [*DILOCO, resume("whole", 4)],
+        "parts": [*parts, *SAVED],
+        "parts-on": [*parts, resume("parts", 8)],
+        "one": [*DILOCO, "backend.islands=1", "backend.outer_lr=1", "backend.outer_momentum=0"],
+        "adamw": [],
+        "to-ddp": [resume("whole", 6)],
+        "refused": [resume("whole", 4)],
+    }
     train(ranks, 2, runs, tmp_path)
     assert figures("equal") == pytest.approx(figures("ddp"), rel=1e-5)
     assert figures("ddp")[-1] < figures("ddp")[0] - 0.1, "the model should have learned something to compare"
@@ -94,13 +100,16 @@ def test_islands_of_two_ranks(ranks: Any, tmp_path: Path) -> None:
     fsdp = [*two, "backend.inner=FSDP", "model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
     llama = fsdp[-3:]
     runs = {
-        "ddp": [*two, *llama], "fsdp": [*fsdp, *SAVED], "fsdp-on": [*fsdp, resume("fsdp", 4)],
+        "ddp": [*two, *llama],
+        "fsdp": [*fsdp, *SAVED],
+        "fsdp-on": [*fsdp, resume("fsdp", 4)],
         # The same step between two exchanges, with another inner backend; and after one, with other islands.
         "to-ddp": [*two, *llama, resume("fsdp", 4)],
         "to-four": [*DILOCO, *llama, *SAVED, resume("fsdp", 6)],
         # Between two exchanges, two islands more, and two less.
-        "joined": [*DILOCO, *llama, resume("fsdp", 4)], "left": [*two, *llama, resume("to-four", 8)],
-    }  # fmt: skip
+        "joined": [*DILOCO, *llama, resume("fsdp", 4)],
+        "left": [*two, *llama, resume("to-four", 8)],
+    }
     train(ranks, 4, runs, tmp_path)
     assert figures("fsdp") == pytest.approx(figures("ddp"), rel=1e-5)
     assert figures("fsdp-on") == figures("fsdp")
@@ -117,10 +126,10 @@ def test_islands_of_two_ranks(ranks: Any, tmp_path: Path) -> None:
 
 def test_a_thirtieth_of_the_bytes(ranks: Any, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "diloco.py"
-    small = [
-        "data=sample", "train.max_iters=240", "train.eval_interval=240", "model.n_layer=2", "model.n_head=2",
-        "model.n_embd=48", "model.block_size=32",
-    ]  # fmt: skip
+    small = shlex.split("""
+        data=sample train.max_iters=240 train.eval_interval=240 model.n_layer=2 model.n_head=2
+        model.n_embd=48 model.block_size=32
+    """)
     names = ["DDP", "diloco, every 30 steps"]
     done = ranks(2, script, *small, "--json", "found.json", "--runs", *names, under="fork", timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ import together
 
 pytestmark = pytest.mark.timeout(300)
 
-SMALL = [
-    "model=moe_debug", "data=text", "tokenizer=byte", "data.path=documents.jsonl", "tracker=jsonl", "train.dtype=fp32",
-    "train.device=cpu", "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=1",
-    "train.sample_tokens=2", "train.sample_prompt=The", "train.global_batch_size=4", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "optimizer.lr_decay_iters=4", "model.n_layer=2",
-    "model.n_head=4", "model.n_kv_head=2", "model.n_embd=32", "model.block_size=32", "model.n_experts=4",
-    "model.n_hidden=24", "model.balance_rate=0.01", "optimizer.grad_clip=0.3",
-]  # fmt: skip
+SMALL = shlex.split("""
+    model=moe_debug data=text tokenizer=byte data.path=documents.jsonl tracker=jsonl train.dtype=fp32
+    train.device=cpu train.max_iters=4 train.log_interval=1 train.eval_interval=2 train.eval_iters=1
+    train.sample_tokens=2 train.sample_prompt=The train.global_batch_size=4 train.save_best=false
+    optimizer.warmup_iters=2 optimizer.learning_rate=2e-3 optimizer.lr_decay_iters=4 model.n_layer=2
+    model.n_head=4 model.n_kv_head=2 model.n_embd=32 model.block_size=32 model.n_experts=4
+    model.n_hidden=24 model.balance_rate=0.01 optimizer.grad_clip=0.3
+""")
 MODELS = {
     "loss": ["model.n_shared=1", "model.balance_loss=0.05"],
-    "bias": [
-        "model.n_shared=0", "model.router=sigmoid", "model.n_active=3", "data.mask_documents=true", "optimizer=muon",
-    ],
-}  # fmt: skip
+    "bias": shlex.split("""
+        model.n_shared=0 model.router=sigmoid model.n_active=3 data.mask_documents=true optimizer=muon
+    """),
+}
 FSDP, HALF = "train.backend=FSDP", ["train.max_iters=2", "train.checkpoint_interval=2"]
 ONE = {f"{name}-one": ["model.batch_size=4"] for name in MODELS}
 TWO = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,21 +19,32 @@ pytestmark = pytest.mark.forked_programs
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 MOST = {
-    "squared": 40, "bigram": 40, "mlp": 30, "sums": 25, "alphabet": 30, "words": 25, "rmsprop": 20, "stairs": 12,
-    "sure": 10, "csv_file": 20, "target": 15, "durations": 20, "plain": 40,
-}  # fmt: skip
+    "squared": 40,
+    "bigram": 40,
+    "mlp": 30,
+    "sums": 25,
+    "alphabet": 30,
+    "words": 25,
+    "rmsprop": 20,
+    "stairs": 12,
+    "sure": 10,
+    "csv_file": 20,
+    "target": 15,
+    "durations": 20,
+    "plain": 40,
+}
 """Lines, blank ones not counted, that each part may take."""
-SMALL = [
-    "train=smoke", "data=sums", "tokenizer=alphabet", "tracker=csv", "train.dtype=fp32", "train.device=cpu",
-    "train.log_interval=1", "train.max_iters=4", "train.eval_interval=2", "train.global_batch_size=48", "model=squared",
-    "model.n_layer=1", "optimizer=rmsprop", "hooks=[target]", "hooks.target.val_loss=0.1", "train.sample_tokens=4",
-    "schedule=stairs", "optimizer.warmup_iters=0", "metrics=[sure]", "metrics.sure.least=0.1", "profiler=durations",
-]  # fmt: skip
-MLP = [
-    "data=digits", "model=mlp", "metrics=[sure]", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
-    "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
-    "train.global_batch_size=16", "optimizer.learning_rate=1e-2",
-]  # fmt: skip
+SMALL = shlex.split("""
+    train=smoke data=sums tokenizer=alphabet tracker=csv train.dtype=fp32 train.device=cpu
+    train.log_interval=1 train.max_iters=4 train.eval_interval=2 train.global_batch_size=48 model=squared
+    model.n_layer=1 optimizer=rmsprop hooks=[target] hooks.target.val_loss=0.1 train.sample_tokens=4
+    schedule=stairs optimizer.warmup_iters=0 metrics=[sure] metrics.sure.least=0.1 profiler=durations
+""")
+MLP = shlex.split("""
+    data=digits model=mlp metrics=[sure] tracker=jsonl train.dtype=fp32 train.device=cpu
+    train.max_iters=4 train.log_interval=1 train.eval_interval=2 train.eval_iters=2
+    train.global_batch_size=16 optimizer.learning_rate=1e-2
+""")
 BIGRAM = ["model=bigram", "data=sums", "tokenizer=words", "train.sample_tokens=4", *MLP[2:]]
 SCRIPT = """
 import json, sys

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,19 @@ from wordrun.dist import torch_private
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=4",
-    "optimizer.warmup_iters=1", "optimizer.learning_rate=1e-2", "model.n_layer=2", "model.n_head=4", "model.n_embd=32",
-    "model.block_size=16",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=4
+    optimizer.warmup_iters=1 optimizer.learning_rate=1e-2 model.n_layer=2 model.n_head=4 model.n_embd=32
+    model.block_size=16
+""")
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
 GEMMA = [
-    *LLAMA, "model.head_size=12", "model.qk_norm=true", "model.post_norm=true", "model.gate=gelu", "model.window=5",
-    "model.embed_scale=true", "model.global_every=2", "model.rope_local_theta=1e3", "model.tie=true",
-]  # fmt: skip
+    *LLAMA,
+    *shlex.split("""
+    model.head_size=12 model.qk_norm=true model.post_norm=true model.gate=gelu model.window=5
+    model.embed_scale=true model.global_every=2 model.rope_local_theta=1e3 model.tie=true
+"""),
+]
 MIXTRAL = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "model.n_experts=4", "model.n_shared=0"]
 FAMILIES = {
     "GPT-2": ["model.bias=true", "model.gelu=tanh"],
@@ -39,10 +43,10 @@ FAMILIES = {
     "Gemma 3": GEMMA,
     "Mixtral": MIXTRAL,
     "Qwen3-MoE": [*MIXTRAL, "model.head_size=12", "model.qk_norm=true"],
-    "`modern`": [
-        "model=modern", "model.n_hidden=48", "model.ngram_rows=[31]", "model.value_layers=[1]", "model.zero_init=false",
-    ],
-}  # fmt: skip
+    "`modern`": shlex.split("""
+        model=modern model.n_hidden=48 model.ngram_rows=[31] model.value_layers=[1] model.zero_init=false
+    """),
+}
 FSDP = ["train.backend=FSDP"]
 LAYOUTS = {
     "DDP": ["train.backend=DDP"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,30 @@ from wordrun.common.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)
 BASE = transformers.Qwen3Config(
-    vocab_size=257, max_position_embeddings=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=8, intermediate_size=40, rope_theta=1e4, tie_word_embeddings=True,
-)  # fmt: skip
-MODEL = [
-    "model=qwen3_0_6b", "model.n_layer=2", "model.n_head=2", "model.n_kv_head=2", "model.head_size=8",
-    "model.n_embd=32", "model.n_hidden=40", "model.block_size=32", "model.vocab_size=null", "model.rope_theta=1e4",
-]  # fmt: skip
+    vocab_size=257,
+    max_position_embeddings=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=40,
+    rope_theta=1e4,
+    tie_word_embeddings=True,
+)
+MODEL = shlex.split("""
+    model=qwen3_0_6b model.n_layer=2 model.n_head=2 model.n_kv_head=2 model.head_size=8
+    model.n_embd=32 model.n_hidden=40 model.block_size=32 model.vocab_size=null model.rope_theta=1e4
+""")
 SMALL = [
-    *MODEL, "data=pairs", "data.path=pairs.jsonl", "tokenizer=byte", "train.init_from=hf:base", "tracker=jsonl",
-    "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=8", "train.max_iters=4", "train.log_interval=1",
-    "train.eval_interval=2", "train.eval_iters=2", "train.sample_tokens=0", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=1e-2", "optimizer.decay_lr=false",
-]  # fmt: skip
+    *MODEL,
+    *shlex.split("""
+    data=pairs data.path=pairs.jsonl tokenizer=byte train.init_from=hf:base tracker=jsonl
+    train.dtype=fp32 train.device=cpu train.global_batch_size=8 train.max_iters=4 train.log_interval=1
+    train.eval_interval=2 train.eval_iters=2 train.sample_tokens=0 train.save_best=false
+    optimizer.warmup_iters=2 optimizer.learning_rate=1e-2 optimizer.decay_lr=false
+"""),
+]
 LORA = ["model.lora_rank=4"]
 
 

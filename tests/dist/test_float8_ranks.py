@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,12 @@ with dist.session() as world:
             kinds = [type(m).__name__ for m in trainer.backend.parts[0].modules() if isinstance(m, torch.nn.Linear)]
             assert kinds.count("Float8Linear") == 8 * (trainer.cfg.train.float8 != "none"), kinds
 """
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.device=cpu", "train.dtype=bf16", "train.max_iters=10",
-    "train.log_interval=1", "train.eval_interval=0", "train.sample_tokens=0", "train.checkpoint_interval=0",
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=16", "model.batch_size=4",
-    "optimizer.learning_rate=3e-3", "optimizer.warmup_iters=0",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.device=cpu train.dtype=bf16 train.max_iters=10
+    train.log_interval=1 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=0
+    model.n_layer=2 model.n_head=2 model.n_embd=32 model.block_size=16 model.batch_size=4
+    optimizer.learning_rate=3e-3 optimizer.warmup_iters=0
+""")
 
 
 def test_ddp_and_fsdp_have_the_same_losses(ranks: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

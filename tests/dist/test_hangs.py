@@ -340,7 +340,7 @@ def plain_hang(ranks: Any, tmp_path: Path) -> Callable[..., str]:
         ("other", f"at plain.py:{hanging.line_of('other', PLAIN)} in <module>, waiting in all_reduce of float32 [77]"),
         ("stop", "stopped (SIGSTOP or SIGTSTP);"),
     ],
-)  # fmt: skip
+)
 def test_a_plain_programs_rank_that_does_not_come_is_named(plain_hang: Any, kind: str, where: str) -> None:
     message = plain_hang(3, kind)
     waits = r"rank 1 has not reached all_reduce number \d+ of float32 \[1, 4\] of 3 ranks; "

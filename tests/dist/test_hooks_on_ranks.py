@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from wordrun.dist import torch_private
 pytestmark = pytest.mark.timeout(300)
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
-SMALL = [
-    "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
-    "train.max_iters=6", "train.log_interval=1", "train.eval_interval=3", "train.eval_iters=1", "train.sample_tokens=0",
-    "train.global_batch_size=8", "optimizer.warmup_iters=0", "optimizer.learning_rate=1e-3", "train.save_best=false",
-    "train.checkpoint_interval=3", "train.keep_checkpoints=9", "model.n_layer=2", "model.n_head=2", "model.n_embd=16",
-    "model.block_size=16", "model.bias=true",
-    "hooks=[ema,statistics,spikes]", "hooks.ema.decay=0.8", "hooks.statistics.interval=2", "hooks.spikes.window=2",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=text data.path=text.txt tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
+    train.max_iters=6 train.log_interval=1 train.eval_interval=3 train.eval_iters=1 train.sample_tokens=0
+    train.global_batch_size=8 optimizer.warmup_iters=0 optimizer.learning_rate=1e-3 train.save_best=false
+    train.checkpoint_interval=3 train.keep_checkpoints=9 model.n_layer=2 model.n_head=2 model.n_embd=16
+    model.block_size=16 model.bias=true
+    hooks=[ema,statistics,spikes] hooks.ema.decay=0.8 hooks.statistics.interval=2 hooks.spikes.window=2
+""")
 UNCHANGED = """
 from wordrun.backend.sharded_tensors import local
 hook, backend = trainer.hooks["ema"], trainer.backend

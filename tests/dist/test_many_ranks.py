@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,38 @@ from wordrun.plan.parameter_shapes import shapes_of
 
 RANKS, PER_NODE, VOCAB = 2**17, 8, 67
 FIRST, MIDDLE, LAST = 0, RANKS // 2 + 1029, RANKS - 1
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "model.bias=true", "model.n_head=8",
-    "model.n_embd=40", "model.block_size=16", "model.batch_size=8",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.device=cpu model.bias=true model.n_head=8
+    model.n_embd=40 model.block_size=16 model.batch_size=8
+""")
 # The options of each backend's widest layout, and which optimizers step on which ranks: Muon, whose matrices have
 # owners, and others, which step element by element, on each; both on a last rank that has no rows.
 WIDEST = {
     "DDP": (["train.backend=DDP", "model.n_layer=1"], {MIDDLE: ["lion"], LAST: ["muon"]}),
-    "FSDP": (["train.backend=FSDP", "model.n_layer=1", "backend.replicate=64"],
-             {FIRST: ["muon"], MIDDLE: ["adamw"], LAST: ["lion", "sgd"]}),
-    "TP": (["train.backend=TP", "model.n_layer=1", "backend.tp=8", "backend.shard=2048", "backend.replicate=8"],
-           {FIRST: ["lion"], MIDDLE: ["muon"], LAST: ["adamw"]}),
-    "PP": (["train.backend=PP", "model.n_layer=8", "backend.pp=8"],
-           {FIRST: ["adamw"], MIDDLE: ["sgd"], LAST: ["muon"]}),
-    "3D": (["train.backend=3D", "model.n_layer=8", "backend.pp=8", "backend.shard=2048", "backend.tp=8"],
-           {FIRST: ["sgd"], MIDDLE: ["muon"], LAST: ["adamw", "muon"]}),
-    "diloco": (["train.backend=diloco", "model.n_layer=1", "backend.inner=FSDP", "backend.islands=64",
-                "train.max_iters=1"], {LAST: ["adamw"]}),
-}  # fmt: skip
+    "FSDP": (
+        ["train.backend=FSDP", "model.n_layer=1", "backend.replicate=64"],
+        {FIRST: ["muon"], MIDDLE: ["adamw"], LAST: ["lion", "sgd"]},
+    ),
+    "TP": (
+        ["train.backend=TP", "model.n_layer=1", "backend.tp=8", "backend.shard=2048", "backend.replicate=8"],
+        {FIRST: ["lion"], MIDDLE: ["muon"], LAST: ["adamw"]},
+    ),
+    "PP": (
+        ["train.backend=PP", "model.n_layer=8", "backend.pp=8"],
+        {FIRST: ["adamw"], MIDDLE: ["sgd"], LAST: ["muon"]},
+    ),
+    "3D": (
+        ["train.backend=3D", "model.n_layer=8", "backend.pp=8", "backend.shard=2048", "backend.tp=8"],
+        {FIRST: ["sgd"], MIDDLE: ["muon"], LAST: ["adamw", "muon"]},
+    ),
+    "diloco": (
+        shlex.split("""
+        train.backend=diloco model.n_layer=1 backend.inner=FSDP backend.islands=64
+        train.max_iters=1
+    """),
+        {LAST: ["adamw"]},
+    ),
+}
 HEAD = """
 import contextlib, json, resource, sys
 from functools import partial

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ pytestmark = pytest.mark.timeout(300)
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 STEPS = 12
-SMALL = [
-    "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
-    "train.log_interval=1", "train.eval_interval=0", "train.sample_tokens=0", "train.global_batch_size=8",
-    "optimizer.warmup_iters=2", "train.save_best=false", "train.check_memory=false", "train.resume=auto",
-    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.bias=true",
-    "train.checkpoint_interval=1000",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=text data.path=text.txt tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
+    train.log_interval=1 train.eval_interval=0 train.sample_tokens=0 train.global_batch_size=8
+    optimizer.warmup_iters=2 train.save_best=false train.check_memory=false train.resume=auto
+    model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16 model.bias=true
+    train.checkpoint_interval=1000
+""")
 # Each simulated node has a file system of its own. A rank kills itself at the moment that the plan names; the others
 # follow, as a launcher would have it.
 SCRIPT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 
 pytestmark = pytest.mark.timeout(200)
 
-SMALL = [
-    "data=sample", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6",
-    "train.log_interval=1", "train.eval_interval=0", "train.sample_tokens=0", "train.checkpoint_interval=2",
-    "train.keep_checkpoints=9", "train.save_best=false", "train.global_batch_size=8", "optimizer=estimating",
-    "optimizer.warmup_iters=0", "optimizer.learning_rate=0.3", "schedule=constant", "model.n_layer=2", "model.n_head=2",
-    "model.n_embd=16", "model.block_size=16", "model.batch_size=4",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=6
+    train.log_interval=1 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=2
+    train.keep_checkpoints=9 train.save_best=false train.global_batch_size=8 optimizer=estimating
+    optimizer.warmup_iters=0 optimizer.learning_rate=0.3 schedule=constant model.n_layer=2 model.n_head=2
+    model.n_embd=16 model.block_size=16 model.batch_size=4
+""")
 SCRIPT = """
 import json, sys
 from dataclasses import dataclass
@@ -77,10 +78,14 @@ def test_changed_values_of_groups_and_the_dtype_of_states_resume_in_any_layout(r
     pipeline = ["train.backend=PP", "model.batch_size=8"]
     islands = ["train.backend=diloco", "backend.sync_every=3"]
     runs = {
-        "whole": [], "fsdp": ["train.backend=FSDP", resume("whole", 2)], "pp": [*pipeline, resume("whole", 2)],
-        "back": [resume("pp", 4)], "tp": ["train.backend=TP", "model.batch_size=8", resume("pp", 4)],
-        "islands": islands, "islands-on": [*islands, resume("islands", 4)],
-    }  # fmt: skip
+        "whole": [],
+        "fsdp": ["train.backend=FSDP", resume("whole", 2)],
+        "pp": [*pipeline, resume("whole", 2)],
+        "back": [resume("pp", 4)],
+        "tp": ["train.backend=TP", "model.batch_size=8", resume("pp", 4)],
+        "islands": islands,
+        "islands-on": [*islands, resume("islands", 4)],
+    }
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [[*SMALL, f"hydra.run.dir={name}", *more] for name, more in runs.items()]
     (tmp_path / "runs.json").write_text(json.dumps(words))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.global_batch_size=8", "train.max_iters=20",
-    "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3", "train.sample_tokens=0",
-    "train.save_best=false", "optimizer.warmup_iters=2", "optimizer.learning_rate=2e-3", "model.n_layer=2",
-    "model.n_head=2", "model.n_embd=32", "model.block_size=32",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.global_batch_size=8 train.max_iters=20
+    train.log_interval=1 train.eval_interval=10 train.eval_iters=3 train.sample_tokens=0
+    train.save_best=false optimizer.warmup_iters=2 optimizer.learning_rate=2e-3 model.n_layer=2
+    model.n_head=2 model.n_embd=32 model.block_size=32
+""")
 
 
 def losses(ranks: Any, n: int, batch_size: int, run_dir: Path) -> list[tuple[str, float]]:

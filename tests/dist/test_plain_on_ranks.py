@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,11 +174,11 @@ class PicturesConfig(ImagesConfig):
     name: str = "pictures"
     task: ClassVar[str] = "pictures:PicturesTask"
 """
-SMALL = [
-    "model=net", "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=16",
-    "train.max_iters=4", "train.log_interval=1", "train.eval_interval=2", "train.eval_iters=2",
-    "optimizer.warmup_iters=1", "optimizer.learning_rate=1e-2",
-]  # fmt: skip
+SMALL = shlex.split("""
+    model=net data=digits tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=16
+    train.max_iters=4 train.log_interval=1 train.eval_interval=2 train.eval_iters=2
+    optimizer.warmup_iters=1 optimizer.learning_rate=1e-2
+""")
 TEXT = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
 # In some micro-steps of two images, a rank does not use all layers.
 SPARE = ["model=spare", *SMALL[1:]]

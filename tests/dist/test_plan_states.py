@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.parameter_shapes import shapes_of
 
 VOCAB = 67  # characters of data=sample, a prime: no number of ranks divides it
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=1",
-    "train.sample_tokens=0", "train.eval_interval=0", "train.eval_iters=1", "train.save_best=false",
-    "model.n_layer=5", "model.n_head=4", "model.n_embd=40", "model.block_size=16", "model.batch_size=4",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=1
+    train.sample_tokens=0 train.eval_interval=0 train.eval_iters=1 train.save_best=false
+    model.n_layer=5 model.n_head=4 model.n_embd=40 model.block_size=16 model.batch_size=4
+""")
 GPT = ["model.bias=true"]
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=56"]
 MOE = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "train.backend=FSDP"]
@@ -180,9 +181,13 @@ def test_the_peak_of_a_run_is_within_15_percent(name: str, ranks: Any, tmp_path:
     """Beyond that of a run with the fewest blocks, which has what a process takes besides the model."""
     (tmp_path / "peaks.py").write_text(PEAKS)
     options = [
-        *SMALL, f"train.backend={name}", "train.max_iters=2", "model.n_embd=512", "model.block_size=32",
+        *SMALL,
+        f"train.backend={name}",
+        "train.max_iters=2",
+        "model.n_embd=512",
+        "model.block_size=32",
         "train.checkpoint_interval=0",  # which would copy the state
-    ]  # fmt: skip
+    ]
     peaks, plans = [], []
     for layers in (2, 5):
         run = [*options, f"model.n_layer={layers}"]
@@ -252,9 +257,12 @@ def test_the_memory_of_a_loss_of_many_logits_is_the_planned(backend: str, ranks:
     """
     (tmp_path / "losses.py").write_text(LOSSES)
     small = [
-        "data=sample", "train.device=cpu", "model.n_layer=1", "model.n_head=2", "model.n_embd=16",
-        "model.block_size=64", "model.batch_size=8", f"train.backend={backend}",
-    ]  # fmt: skip
+        *shlex.split("""
+        data=sample train.device=cpu model.n_layer=1 model.n_head=2 model.n_embd=16
+        model.block_size=64 model.batch_size=8
+    """),
+        f"train.backend={backend}",
+    ]
     n, models = 1 if backend == "DDP" else 2, [["model=nano"], ["model=modern"], ["model=modern", "model.softcap=0"]]
     if backend == "PP":
         models, small = [["model=nano"]], [*small, "model.n_layer=2", "backend.schedule=GPipe"]

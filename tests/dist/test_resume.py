@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,18 @@ pytestmark = pytest.mark.timeout(300)
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 STEPS = 12
 SMALL = [
-    "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
-    f"train.max_iters={STEPS}", f"optimizer.lr_decay_iters={STEPS}", "train.log_interval=1", "train.eval_interval=4",
-    "train.eval_iters=1", "train.sample_tokens=0", "train.global_batch_size=8", "optimizer.warmup_iters=2",
-    "optimizer.learning_rate=2e-3", "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.save_best=false",
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
-]  # fmt: skip
+    *shlex.split("""
+    data=text data.path=text.txt tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
+"""),
+    f"train.max_iters={STEPS}",
+    f"optimizer.lr_decay_iters={STEPS}",
+    *shlex.split("""
+    train.log_interval=1 train.eval_interval=4
+    train.eval_iters=1 train.sample_tokens=0 train.global_batch_size=8 optimizer.warmup_iters=2
+    optimizer.learning_rate=2e-3 train.checkpoint_interval=3 train.keep_checkpoints=9 train.save_best=false
+    model.n_layer=2 model.n_head=2 model.n_embd=16 model.block_size=16
+"""),
+]
 # wordrun refuses these with an older torch, as test_compat.py shows.
 ZBV = "ZBVZeroBubble" if torch_private.zbv_runs_on_cpus() else "InterleavedZeroBubble"
 TP = 2 if torch_private.pipeline_takes_tensor_parallel() else 1
@@ -152,10 +159,15 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
         export(ExportConfig(run=m, out=f"{m}-hf"))
     two = {
         f"{m}-{backend}": [
-            *model, *short, f"train.backend={backend}", f"model.batch_size={size}", f"train.init_from=hf:{m}-hf",
+            *model,
+            *short,
+            f"train.backend={backend}",
+            f"model.batch_size={size}",
+            f"train.init_from=hf:{m}-hf",
         ]
-        for m, model in models.items() for backend, size in (("FSDP", 4), ("TP", 8), ("PP", 8))
-    }  # fmt: skip
+        for m, model in models.items()
+        for backend, size in (("FSDP", 4), ("TP", 8), ("PP", 8))
+    }
     train(ranks, 2, two)
     for name in two:
         m = name.partition("-")[0]
@@ -170,10 +182,10 @@ def test_weights_in_hugging_faces_form_begin_runs_of_any_layout(
 def test_other_ranks_and_backends_go_on(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 -> 2 -> 4 -> 1 ranks: DDP, padded FSDP, 3D, DDP; and from 1 straight into every other backend."""
     monkeypatch.chdir(tmp_path)
-    eight = [
-        "train.max_iters=8", "optimizer.lr_decay_iters=8", "optimizer.learning_rate=4e-3",
-        "train.checkpoint_interval=2", "train.eval_interval=2",
-    ]  # fmt: skip
+    eight = shlex.split("""
+        train.max_iters=8 optimizer.lr_decay_iters=8 optimizer.learning_rate=4e-3
+        train.checkpoint_interval=2 train.eval_interval=2
+    """)
     models = {"gpt": [*GPT, *eight], "llama": [*LLAMA, "model.mup=true", "model.mup_base_width=8", *eight]}
     muon = ["optimizer=muon", "optimizer.momentum_warmup=7", *eight]
     ramp = [*GPT, *eight, "train.batch_ramp=[3:4]"]

@@ -70,9 +70,7 @@ def test_two_ranks_meet_agree_and_leave(found: list[dict[str, Any]]) -> None:
 
 
 SETUP = "import wordrun.dist as dist\nwith dist.session(timeout_s=5) as world: print(world)"
-RANK_0 = {
-    "WORDRUN_LAUNCHER": "local", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-}  # fmt: skip
+RANK_0 = {"WORDRUN_LAUNCHER": "local", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 LEAVES = """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
-SMALL = [
-    "data=sample", "tokenizer=byte", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=8",
-    "train.log_interval=2", "train.eval_interval=0", "train.sample_tokens=0", "train.checkpoint_interval=0",
-    "train.compile=false", "model.batch_size=1", "model.n_layer=2", "model.n_head=2", "model.n_embd=16",
-    "model.block_size=8", "profiler=spans", "profiler.wait=3", "profiler.active=4", "hydra.run.dir=run",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tokenizer=byte tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=8
+    train.log_interval=2 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=0
+    train.compile=false model.batch_size=1 model.n_layer=2 model.n_head=2 model.n_embd=16
+    model.block_size=8 profiler=spans profiler.wait=3 profiler.active=4 hydra.run.dir=run
+""")
 
 
 def test_the_phases_of_all_ranks_are_in_one_timeline(ranks: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,10 +25,12 @@ for words in runs:
         raise SystemExit(status)
     print("imported:", *[name for name in heavy if name in sys.modules], flush=True)
 """
-RUN = (
-    "data=sample", "tracker=jsonl", "model.n_layer=1", "model.n_head=1", "model.n_embd=16", "model.block_size=16",
-    "model.batch_size=2", "train.max_iters=3", "train.eval_iters=1", "train.sample_tokens=4", "train.device=cpu",
-)  # fmt: skip
+RUN = tuple(
+    shlex.split("""
+    data=sample tracker=jsonl model.n_layer=1 model.n_head=1 model.n_embd=16 model.block_size=16
+    model.batch_size=2 train.max_iters=3 train.eval_iters=1 train.sample_tokens=4 train.device=cpu
+""")
+)
 
 
 def imported(start: Command, *runs: Sequence[str]) -> list[str]:
@@ -46,8 +49,9 @@ def test_one_rank_imports_only_what_it_needs(command: Command) -> None:
     """It trains, evaluates, saves a checkpoint, resumes from it and samples."""
     runs = [
         [f"optimizer={name}", f"hydra.run.dir={name}", *more]
-        for name in ("adamw", "sgd", "muon") for more in ([], ["train.max_iters=5", f"train.resume={name}"])
-    ]  # fmt: skip
+        for name in ("adamw", "sgd", "muon")
+        for more in ([], ["train.max_iters=5", f"train.resume={name}"])
+    ]
     assert imported(partial(command, sys.executable), *runs) == ["imported:"] * 6
 
 

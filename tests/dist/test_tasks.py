@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-SMALL = [
-    "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=16",
-    "train.max_iters=8", "train.log_interval=1", "train.eval_interval=4", "train.eval_iters=2", "train.save_best=false",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=1e-2",
-]  # fmt: skip
+SMALL = shlex.split("""
+    tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=16
+    train.max_iters=8 train.log_interval=1 train.eval_interval=4 train.eval_iters=2 train.save_best=false
+    optimizer.warmup_iters=2 optimizer.learning_rate=1e-2
+""")
 CONVNET = ["model=convnet", "model.channels=4", "model.hidden=32"]
 # Trains without ReLU: some of its inputs are so near 0 that their signs depend on how a processor rounds,
 # and one sign changes the norm of the gradients by up to 1e-3.
@@ -35,9 +36,13 @@ KEYS = ("loss", "grad_norm", "val_loss", "val_accuracy")
 
 
 def figures(
-    ranks: Any, n: int, run_dir: Path, *words: str,
-    data: Sequence[str] = ("data=digits", *CONVNET), program: Sequence[str] = ("-m", "wordrun"),
-) -> list[tuple[str, float]]:  # fmt: skip
+    ranks: Any,
+    n: int,
+    run_dir: Path,
+    *words: str,
+    data: Sequence[str] = ("data=digits", *CONVNET),
+    program: Sequence[str] = ("-m", "wordrun"),
+) -> list[tuple[str, float]]:
     """Train on ``n`` ranks and return all figures in their order."""
     done = ranks(n, *program, *SMALL, *data, f"hydra.run.dir={run_dir}", *words, under="fork", timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parents[2] / "docs/tutorials"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
 BLOCK = re.compile(r"(?:^`([\w./]+)`[^`\n]*:\n\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SMALL = (
-    "train.max_iters=4", "train.log_interval=2", "train.eval_interval=4", "train.eval_iters=2", "train.device=cpu",
-    "train.dtype=fp32", "train.sample_tokens=2", "train.check_memory=false", "model.n_layer=2", "model.n_head=2",
-    "model.n_embd=16", "model.block_size=16", "model.batch_size=4", "optimizer.warmup_iters=0",
-)  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    train.max_iters=4 train.log_interval=2 train.eval_interval=4 train.eval_iters=2 train.device=cpu
+    train.dtype=fp32 train.sample_tokens=2 train.check_memory=false model.n_layer=2 model.n_head=2
+    model.n_embd=16 model.block_size=16 model.batch_size=4 optimizer.warmup_iters=0
+""")
+)
 TESTED = ("launch --doctor",)
 """Commands that the README's tests run, too, and that take long."""
 FEWER = {"1,2": "1", "64KB..1MB": "64KB"}

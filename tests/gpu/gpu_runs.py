@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 DRY = os.environ.get("WORDRUN_GPU_TESTS") == "cpu"
 """Whether to run on the CPU, to try the tests themselves."""
 SMALL = [
-    "data=sample", "tracker=jsonl", "train.max_iters=20", "train.log_interval=1", "train.eval_iters=2",
-    "train.sample_tokens=0", "train.checkpoint_interval=0", "train.save_best=false", "optimizer.warmup_iters=2",
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=64", *(["train.device=cpu"] if DRY else []),
-]  # fmt: skip
+    *shlex.split("""
+    data=sample tracker=jsonl train.max_iters=20 train.log_interval=1 train.eval_iters=2
+    train.sample_tokens=0 train.checkpoint_interval=0 train.save_best=false optimizer.warmup_iters=2
+    model.n_layer=2 model.n_head=2 model.n_embd=64
+"""),
+    *(["train.device=cpu"] if DRY else []),
+]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,9 +63,13 @@ def test_documents_need_no_dense_mask(
     from wordrun.model import attention, kernel_thresholds
 
     words = [
-        *MODELS["llama"], "tokenizer=byte", "data.mask_documents=true", "model.block_size=1024", "model.batch_size=8",
-        "model.window=200", "model.global_every=2", "train.dtype=bf16", f"train.compile={compile_}",
-    ]  # fmt: skip
+        *MODELS["llama"],
+        *shlex.split("""
+        tokenizer=byte data.mask_documents=true model.block_size=1024 model.batch_size=8
+        model.window=200 model.global_every=2 train.dtype=bf16
+    """),
+        f"train.compile={compile_}",
+    ]
     made: list[int] = []
     block_masks = attention.block_masks
     monkeypatch.setattr(attention, "block_masks", lambda *args: made.append(1) or block_masks(*args))

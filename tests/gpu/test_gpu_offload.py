@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,10 +11,10 @@ from gpu_runs import Train
 if TYPE_CHECKING:
     import torch
 
-SHAPES = [
-    "model.n_layer=6", "model.n_embd=256", "model.n_head=4", "model.block_size=512", "model.batch_size=16",
-    "train.max_iters=4", "train.eval_interval=0",
-]  # fmt: skip
+SHAPES = shlex.split("""
+    model.n_layer=6 model.n_embd=256 model.n_head=4 model.block_size=512 model.batch_size=16
+    train.max_iters=4 train.eval_interval=0
+""")
 
 
 @pytest.mark.usefixtures("one_rank_shards", "only_on_device")

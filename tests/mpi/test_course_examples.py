@@ -31,12 +31,20 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TABLE = dict(re.findall(r"^\| \[([\w.]+)\].*\| `(.*)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
 Run = Callable[..., str]
-EXTRAS = {"accelerate": "examples", "deepspeed": "deepspeed", "lightning": "examples", "sklearn": "examples",
-          "tensorboard": "examples", "transformers": "examples"}  # fmt: skip
+EXTRAS = {
+    "accelerate": "examples",
+    "deepspeed": "deepspeed",
+    "lightning": "examples",
+    "sklearn": "examples",
+    "tensorboard": "examples",
+    "transformers": "examples",
+}
 AS_PRINTED = ("collectives.py", "futures.py", "mnist_accelerate.py")
 FORKED = [(name, 0, "float32") for name in TABLE if name not in AS_PRINTED] + [
-    ("llama_fsdp_tp.py", 2, "float32"), ("mnist_ddp.py", 1, "float64"), ("mnist_ddp.py", 2, "float64"),
-]  # fmt: skip
+    ("llama_fsdp_tp.py", 2, "float32"),
+    ("mnist_ddp.py", 1, "float64"),
+    ("mnist_ddp.py", 2, "float64"),
+]
 """Examples, numbers of ranks, and what they compute in; 0: as in the line."""
 NOTE = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', '0'), 'w'))"
 # Runs examples, one after the other, on ranks that it forks: they share its imports, but change nothing for each other.

@@ -166,10 +166,11 @@ def test_quickstart_reuses_the_environment_and_shows_the_result(
         assert Path(name).stat().st_size > 5000
     commands = [line.split() for line in end.partition("Next")[2].splitlines() if line.startswith("  ")]
     assert commands == [
-        [".", ".venv/bin/activate"], ["wordrun", "generate", f"run={tmp_path}/run"],
+        [".", ".venv/bin/activate"],
+        ["wordrun", "generate", f"run={tmp_path}/run"],
         ["wordrun", "data=text", "data.path=README.md", "train=smoke"],
         ["launch", "-n", "2", "wordrun", "data=sample", "train=smoke", "train.backend=FSDP"],
-    ]  # fmt: skip
+    ]
 
 
 @after_bin_venv

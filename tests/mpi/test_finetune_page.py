@@ -25,15 +25,24 @@ EXPORTS = [line.partition("#")[0].strip() for line in re.findall(r"^wordrun expo
 (PAIR,) = re.findall(r"```json\n(.*)\n```", PAGE)
 END = "<|endoftext|>"
 SMALL = [
-    "tracker=jsonl", "train.device=cpu", "train.dtype=fp32", "train.max_iters=12", "train.eval_interval=12",
-    "model.batch_size=8", "optimizer.warmup_iters=2", "train.sample_tokens=0", "train.save_best=false",
-    "model.block_size=64", "train.check_memory=false",
+    *shlex.split("""
+    tracker=jsonl train.device=cpu train.dtype=fp32 train.max_iters=12 train.eval_interval=12
+    model.batch_size=8 optimizer.warmup_iters=2 train.sample_tokens=0 train.save_best=false
+    model.block_size=64 train.check_memory=false
+"""),
     'data.template="Question: {prompt} Answer: {answer}"',
-]  # fmt: skip
+]
 BASE = transformers.Qwen3Config(
-    vocab_size=280, max_position_embeddings=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, intermediate_size=40, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=280,
+    max_position_embeddings=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=40,
+    tie_word_embeddings=True,
+)
 
 
 @pytest.fixture(autouse=True)

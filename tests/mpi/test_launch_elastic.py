@@ -121,7 +121,7 @@ def test_after_a_kill_all_ranks_start_again(command: Command, where: list[str]) 
         ("die() if rank == 1 else follow(1)", 137, "rank 1 was killed twice, so relaunching would not help"),
         ("die(signal.SIGABRT) if rank == 1 else follow(1)", 134, "rank 1 was killed by SIGABRT (exit status 134)"),
     ],
-)  # fmt: skip
+)
 def test_what_a_restart_cannot_cure_ends_the_run(command: Command, act: str, status: int, message: str) -> None:
     done = command(*ELASTIC, "-n", "2", "python", "act.py", act)
     assert done.returncode == status, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,11 +57,11 @@ if __name__ == "__main__":
     else:
         sys.exit(main())
 '''
-SMALL = [
-    "data=sample", "train.max_iters=4", "train.dtype=fp32", "train.device=cpu", "tracker=jsonl", "train.eval_iters=1",
-    "train.sample_tokens=0", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
-    "model.batch_size=2", "hooks=[stopper]",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample train.max_iters=4 train.dtype=fp32 train.device=cpu tracker=jsonl train.eval_iters=1
+    train.sample_tokens=0 model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16
+    model.batch_size=2 hooks=[stopper]
+""")
 HOOK = "hooks=stopper (stopper): Stopper failed"
 UNFINISHED = "ended with exit status 0, but wordrun had not finished"
 
@@ -174,7 +175,7 @@ def test_without_the_folder_ranks_report_through_the_launcher(
         (["-n", "2"], "train", "raise SystemExit", f"[rank 1] {HOOK}: RuntimeError: sys.exit(0)"),
         (["-n", "1"], "api", "sys.exit()", f"{HOOK}: RuntimeError: sys.exit(0)"),
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_leaves_training_with_status_0(
     words: list[str], program: str, how: str, says: str, command: Command, tmp_path: Path
 ) -> None:

@@ -122,7 +122,7 @@ def test_a_program_that_knows_nothing_of_wordrun(command: Command, tmp_path: Pat
         (START, "dist.init_process_group('gloo')", "5 s: rank 0 waits in init_process_group for rank 1; "),
     ],
     ids=["mpi4py", "mpi4py, point-to-point", "mpi4py, request", "torch, point-to-point", "start-up"],
-)  # fmt: skip
+)
 def test_waits_that_torch_does_not_count(script: str, call: str, says: str, command: Command, tmp_path: Path) -> None:
     hang_s = "1" if script == START else "2"  # of which the start may take five times as much
     script = script.replace("CALL", call)

@@ -330,11 +330,27 @@ def test_ranks_that_are_relaunched_read_a_file_from_its_beginning(tmp_path: Path
 def test_every_variable_reaches_the_ranks(tmp_path: Path, by: str) -> None:
     """Also those that dash drops, and those that a shell or rank_env.sh has itself."""
     odd = {
-        b"BASH_FUNC_module%%": b'() {  echo "module $@"\n}', b"BASH_FUNC_a-b%%": b"() { :; }; echo evil", b"a.b": b"1",
-        b"x-y": b"two words", b"-z": b"", b"new\nline": b"v\nw", b"line\n": b"2", b"\xff": b"\x80", b"": b"no name",
-        b"1st": b"`id` $x '\"", b"long.value": b"x" * 100_000, b"IFS": b":", b"OPTIND": b"7", b"PPID": b"9",
-        b"RANDOM": b"4", b"item": b"i", b"rest": b"r", b"times": b"t", b"node": b"n", b"status": b"s",
-    }  # fmt: skip
+        b"BASH_FUNC_module%%": b'() {  echo "module $@"\n}',
+        b"BASH_FUNC_a-b%%": b"() { :; }; echo evil",
+        b"a.b": b"1",
+        b"x-y": b"two words",
+        b"-z": b"",
+        b"new\nline": b"v\nw",
+        b"line\n": b"2",
+        b"\xff": b"\x80",
+        b"": b"no name",
+        b"1st": b"`id` $x '\"",
+        b"long.value": b"x" * 100_000,
+        b"IFS": b":",
+        b"OPTIND": b"7",
+        b"PPID": b"9",
+        b"RANDOM": b"4",
+        b"item": b"i",
+        b"rest": b"r",
+        b"times": b"t",
+        b"node": b"n",
+        b"status": b"s",
+    }
     code = "import os; open('rank' + os.environ['RANK'], 'w').write(repr(dict(os.environb)))"
     (tmp_path / "show.py").write_text(code)
     env = {**{os.fsencode(name): os.fsencode(value) for name, value in environment(tmp_path).items()}, **odd}
@@ -702,8 +718,11 @@ def test_idle_timeout_counts_from_the_last_output_and_changes_none(tmp_path: Pat
     )
     run = subprocess.run(
         [LAUNCH, "--idle-timeout", "4", "python", script(tmp_path, text)],
-        cwd=tmp_path, env=environment(tmp_path), capture_output=True, timeout=90,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        timeout=90,
+    )
     assert run.returncode == 0
     assert run.stdout == run.stderr == b"\xff\x00" * 300_000
 

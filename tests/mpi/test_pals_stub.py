@@ -46,11 +46,15 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 sys.exit(max(rank.wait() for rank in ranks))
 """
 JOBS = {
-    "polaris": ("640002.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov", ["x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov",
-                "x3209c0s25b0n0.hsn.cm.polaris.alcf.anl.gov"]),
-    "aurora": ("8824786.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov",
-               ["x4114c1s7b0n0.hostmgmt2.cm.aurora.alcf.anl.gov", "x4114c1s7b1n0.hostmgmt2.cm.aurora.alcf.anl.gov"]),
-}  # fmt: skip
+    "polaris": (
+        "640002.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov",
+        ["x3209c0s19b0n0.hsn.cm.polaris.alcf.anl.gov", "x3209c0s25b0n0.hsn.cm.polaris.alcf.anl.gov"],
+    ),
+    "aurora": (
+        "8824786.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov",
+        ["x4114c1s7b0n0.hostmgmt2.cm.aurora.alcf.anl.gov", "x4114c1s7b1n0.hostmgmt2.cm.aurora.alcf.anl.gov"],
+    ),
+}
 DISCOVER = "from wordrun.dist.world import discover; import sys; sys.stdout.write(str(discover()) + chr(10))"
 
 

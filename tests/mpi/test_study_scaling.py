@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import signal
 import sys
 import time
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.forked_programs
 
-SMALL = ("data=sample", "model.n_layer=4", "model.n_embd=16", "model.n_head=4", "model.block_size=16",
-         "model.batch_size=4", "train.device=cpu")  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    data=sample model.n_layer=4 model.n_embd=16 model.n_head=4 model.block_size=16
+    model.batch_size=4 train.device=cpu
+""")
+)
 STUDY = (sys.executable, "-m", "wordrun", "study", "scaling")
 
 
@@ -28,8 +33,7 @@ def rows(folder: Path) -> dict[str, dict[str, str]]:
 
 def test_1_and_2_ranks(command: Command, tmp_path: Path) -> None:
     """Each point has a row, an impossible one its reason, and the second call runs nothing."""
-    words = (*STUDY, "--ranks", "1,2", "--steps", "2", "--repeats", "2", "--backends", "DDP,TP:tp=3",
-             "--out", "study", *SMALL)  # fmt: skip
+    words = (*STUDY, *shlex.split("--ranks 1,2 --steps 2 --repeats 2 --backends DDP,TP:tp=3 --out study"), *SMALL)
     done = command(*words, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path / "study")
@@ -52,8 +56,11 @@ def test_1_and_2_ranks(command: Command, tmp_path: Path) -> None:
 
 def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, start: Start, tmp_path: Path) -> None:
     """As at the end of an allocation, while the first point still runs; the second call runs both."""
-    words = (*STUDY, "--ranks", "1", "--steps", "{}", "--repeats", "1", "--backends", "DDP,DDP:bucket_cap_mb=1",
-             "--out", "study", *SMALL)  # fmt: skip
+    words = (
+        *STUDY,
+        *shlex.split("--ranks 1 --steps {} --repeats 1 --backends DDP,DDP:bucket_cap_mb=1 --out study"),
+        *SMALL,
+    )
     study = start(*(word.format(100_000) for word in words))
     log = tmp_path / "study" / "runs" / "DDP-1.log"
     end = time.monotonic() + 200
@@ -73,8 +80,14 @@ def test_a_study_that_is_stopped_goes_on_with_the_next_point(command: Command, s
 
 def test_a_failed_run_has_its_reason_and_is_repeated_on_request(command: Command, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    words = (*STUDY, "--ranks", "1", "--steps", "2", "--repeats", "1", "--out", "study", *SMALL,
-             "data=text", "tokenizer=char", f"data.path={text}")  # fmt: skip
+    words = (
+        *STUDY,
+        *shlex.split("--ranks 1 --steps 2 --repeats 1 --out study"),
+        *SMALL,
+        "data=text",
+        "tokenizer=char",
+        f"data.path={text}",
+    )
     assert command(*words, timeout=200).returncode == 1
     (row,) = rows(tmp_path / "study").values()
     assert row["state"] == "failed"

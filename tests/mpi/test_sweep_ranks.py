@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.forked_programs
 
-SMALL = (
-    "data=sample", "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
-    "model.batch_size=2", "train.global_batch_size=4", "train.max_iters=2", "train.eval_interval=1",
-    "train.eval_iters=1", "train.device=cpu", "train.dtype=fp32",
-)  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    data=sample tracker=jsonl model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16
+    model.batch_size=2 train.global_batch_size=4 train.max_iters=2 train.eval_interval=1
+    train.eval_iters=1 train.device=cpu train.dtype=fp32
+""")
+)
 
 
 def test_each_point_is_a_launch_of_two_ranks(command: Command, tmp_path: Path) -> None:

@@ -234,8 +234,15 @@ def test_bandwidths_are_measured(command: Any, ranks: Any, tmp_path: Path) -> No
     found = json.loads((tmp_path / "b" / "bandwidth.json").read_text())
     assert (tmp_path / "b" / "bandwidth.png").stat().st_size > 10_000
     assert (found["ranks"], found["nodes"], found["pairs"]) == (2, 1, [])
-    busbw = {"all_reduce": 1, "all_reduce (mpi4py)": 1, "broadcast": 1, "point_to_point": 1, "all_gather": 0.5,
-             "reduce_scatter": 0.5, "all_to_all": 0.5}  # fmt: skip
+    busbw = {
+        "all_reduce": 1,
+        "all_reduce (mpi4py)": 1,
+        "broadcast": 1,
+        "point_to_point": 1,
+        "all_gather": 0.5,
+        "reduce_scatter": 0.5,
+        "all_to_all": 0.5,
+    }
     assert {(result["operation"], result["size"]) for result in found["results"]} == {
         (name, size) for name in busbw for size in (4096, 16384)
     }
@@ -294,8 +301,12 @@ def test_a_full_disk_ends_all_ranks_with_one_message(ranks: Command, tmp_path: P
 
 
 def test_contradictory_variables_stop_any_script(command: Any) -> None:
-    wrong = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+    wrong = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
     done = command(sys.executable, "-m", "wordrun.test_dist", **wrong)
     assert done.returncode == 2
     assert "contradict each other: rank 3 of 2" in done.stderr

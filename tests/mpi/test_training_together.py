@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.forked_programs
 
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.global_batch_size=8",
-    "train.max_iters=20", "train.log_interval=1", "train.eval_interval=10", "train.eval_iters=3",
-    "train.sample_tokens=16", "optimizer.warmup_iters=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=32",
-    "model.block_size=32",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=8
+    train.max_iters=20 train.log_interval=1 train.eval_interval=10 train.eval_iters=3
+    train.sample_tokens=16 optimizer.warmup_iters=2 model.n_layer=1 model.n_head=2 model.n_embd=32
+    model.block_size=32
+""")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

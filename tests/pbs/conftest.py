@@ -115,8 +115,11 @@ def _namespaces(cluster: Cluster, name: str) -> Iterator[None]:
     namespaces = ["--net", "--uts", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child"]
     first = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "bash", "-c", "sleep infinity & wait"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
         cluster.wait(lambda: children.read_text().split(), f"{name} is there", 10)

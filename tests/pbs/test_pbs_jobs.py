@@ -21,11 +21,13 @@ pytestmark = pytest.mark.timeout(180)
 # pbs_tmrsh starts a process on another host of the job, though without the shell that ssh would start.
 HYDRA = ("--launcher", "hydra", "--launcher-args", "-bootstrap rsh -bootstrap-exec ./rsh")
 
-SMALL = (
-    "data=sample", "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
-    "model.batch_size=2", "train.max_iters=1", "train.eval_interval=0", "train.sample_tokens=0", "train.device=cpu",
-    "train.dtype=fp32",
-)  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    data=sample tracker=jsonl model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16
+    model.batch_size=2 train.max_iters=1 train.eval_interval=0 train.sample_tokens=0 train.device=cpu
+    train.dtype=fp32
+""")
+)
 
 
 def submit(cluster: Cluster, *words: str) -> str:
@@ -112,8 +114,14 @@ def test_a_sweep_is_a_job_per_point_or_one_for_several(cluster: Cluster, tmp_pat
 @pytest.mark.timeout(300)
 def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_path: Path) -> None:
     """A new submission begins a run of its own, also with train.resume=auto, but its log names the unfinished one."""
-    words = ["-N", "1", "--ppn", "1", *HYDRA, "--", "python", "-m", "wordrun", "data=sample", "tracker=jsonl",
-             "model.n_layer=1", "train.checkpoint_interval=5", "train.max_iters=100000"]  # fmt: skip
+    words = [
+        *shlex.split("-N 1 --ppn 1"),
+        *HYDRA,
+        *shlex.split("""
+        -- python -m wordrun data=sample tracker=jsonl
+        model.n_layer=1 train.checkpoint_interval=5 train.max_iters=100000
+    """),
+    ]
     runs = tmp_path / "outputs/sample/nano-DDP"
     job = submit(cluster, *words)
     cluster.wait(lambda: [*runs.glob("*/checkpoints/step-*")], "a checkpoint", 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -40,10 +41,15 @@ sys.exit(cli.main())
 STEPS = 60
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 TINY = [
-    "data=sample", "tracker=jsonl", f"train.max_iters={STEPS}", "train.global_batch_size=8", "model.batch_size=4",
-    "train.log_interval=1", "train.eval_interval=20", "train.eval_iters=2", "train.checkpoint_interval=10",
-    "model.n_layer=1", "model.n_head=2", "model.n_embd=32", "model.block_size=32", "model.dropout=0.1",
-]  # fmt: skip
+    "data=sample",
+    "tracker=jsonl",
+    f"train.max_iters={STEPS}",
+    *shlex.split("""
+    train.global_batch_size=8 model.batch_size=4
+    train.log_interval=1 train.eval_interval=20 train.eval_iters=2 train.checkpoint_interval=10
+    model.n_layer=1 model.n_head=2 model.n_embd=32 model.block_size=32 model.dropout=0.1
+"""),
+]
 # As docs/jobs.md has it.
 BY_HAND = """\
 #!/bin/bash
@@ -209,9 +215,16 @@ def test_the_script_of_a_new_project_needs_no_environment(cluster: Cluster, tmp_
     words = ["tracker=jsonl", "model.n_layer=1", "model.n_embd=32", "train.max_iters=4", "train.eval_iters=2"]
     out = tmp_path / "job.out"
     job = cluster.run(
-        "sbatch", "--parsable", "--wait", f"--chdir={tmp_path / 'adder'}", f"--output={out}", "job.sh", *words,
-        timeout=200, PATH="/usr/bin:/bin",
-    )  # fmt: skip
+        "sbatch",
+        "--parsable",
+        "--wait",
+        f"--chdir={tmp_path / 'adder'}",
+        f"--output={out}",
+        "job.sh",
+        *words,
+        timeout=200,
+        PATH="/usr/bin:/bin",
+    )
     assert job.returncode == 0, out.read_text()
     run = tmp_path / "adder" / "outputs" / "latest"
     assert json.loads((run / "run.json").read_text())["exit_reason"] == "finished"

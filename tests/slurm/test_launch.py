@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from conftest import Cluster
 
 WHO = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE node $NODE_RANK on $SLURMD_NODENAME at $MASTER_ADDR"'
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.global_batch_size=8", "train.max_iters=6", "train.log_interval=1",
-    "train.eval_interval=6", "train.eval_iters=2", "train.sample_tokens=8", "optimizer.warmup_iters=2",
-    "model.n_layer=1", "model.n_head=2", "model.n_embd=32", "model.block_size=32", "train.dtype=fp32",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.global_batch_size=8 train.max_iters=6 train.log_interval=1
+    train.eval_interval=6 train.eval_iters=2 train.sample_tokens=8 optimizer.warmup_iters=2
+    model.n_layer=1 model.n_head=2 model.n_embd=32 model.block_size=32 train.dtype=fp32
+""")
 
 
 def batch(folder: Path, *lines: str, **options: str) -> Path:
@@ -140,9 +141,15 @@ if {status}:
 def test_training_on_two_nodes_has_the_losses_of_one_process(cluster: Cluster, tmp_path: Path, ranks: Any) -> None:
     small = (*SMALL, "train.dtype=fp32")  # the rounding of bf16 depends on the size of the batch
     together = cluster.run(
-        "salloc", "-N2", "-n4", "launch", "-N", "2", "-n", "4", sys.executable, "-m", "wordrun", *small,
-        "model.batch_size=2", "hydra.run.dir=four", timeout=120,
-    )  # fmt: skip
+        *shlex.split("salloc -N2 -n4 launch -N 2 -n 4"),
+        sys.executable,
+        "-m",
+        "wordrun",
+        *small,
+        "model.batch_size=2",
+        "hydra.run.dir=four",
+        timeout=120,
+    )
     assert together.returncode == 0, together.stdout + together.stderr
     alone = ranks(1, "-m", "wordrun", *small, "model.batch_size=8", "hydra.run.dir=one", under="fork")
     assert alone.returncode == 0, alone.stderr

@@ -34,9 +34,12 @@ def run(words: list[str], path: str) -> None:
     connection.connect(path)
     env = dict(os.environ)
     request = {
-        "words": words, "folder": os.getcwd(), "env": env, "cores": list(os.sched_getaffinity(0)),
+        "words": words,
+        "folder": os.getcwd(),
+        "env": env,
+        "cores": list(os.sched_getaffinity(0)),
         "unbuffered": sys.orig_argv[1] == "-u" or bool(env.get("PYTHONUNBUFFERED")),
-    }  # fmt: skip
+    }
     fds = [0, 1, 2, *([int(env["PMI_FD"])] if "PMI_FD" in env else [])]
     message = json.dumps(request).encode()
     socket.send_fds(connection, [len(message).to_bytes(8, "big")], fds)

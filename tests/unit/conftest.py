@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,10 +15,12 @@ import forked
 if TYPE_CHECKING:
     from wordrun.model.transformer import Transformer
 
-SMALL = (
-    "tracker=jsonl", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.batch_size=4",
-    "train.eval_iters=2", "train.sample_tokens=8", "train.dtype=fp32", "train.device=cpu",
-)  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    tracker=jsonl model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=8 model.batch_size=4
+    train.eval_iters=2 train.sample_tokens=8 train.dtype=fp32 train.device=cpu
+""")
+)
 TEXT = "The quick brown fox jumps over the lazy dog.\n"
 
 
@@ -92,10 +95,14 @@ def save_run() -> SaveRun:
         own = [shards.shard_of(f"model.{name}", p) for name, p in model.weights()]
         shards.write(draft.path, own)
         shards.write_index(draft.path)
-        draft.publish({
-            "files": folders.describe(draft.path, os.listdir(draft.path)), "config": to_plain(cfg),
-            "vocab_size": tokenizer.vocab_size, "backend": {"kind": "shards"},
-        })  # fmt: skip
+        draft.publish(
+            {
+                "files": folders.describe(draft.path, os.listdir(draft.path)),
+                "config": to_plain(cfg),
+                "vocab_size": tokenizer.vocab_size,
+                "backend": {"kind": "shards"},
+            }
+        )
         return model
 
     return save

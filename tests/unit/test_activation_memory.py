@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,10 +27,10 @@ from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.strategy import Strategy
 from wordrun.train.options import checkpointing_of
 
-SMALL = [
-    "data=sample", "train.dtype=fp32", "train.device=cpu", "model.n_layer=4", "model.n_head=2", "model.n_embd=32",
-    "model.block_size=64", "model.batch_size=8",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample train.dtype=fp32 train.device=cpu model.n_layer=4 model.n_head=2 model.n_embd=32
+    model.block_size=64 model.batch_size=8
+""")
 
 
 def fit(*words: str, ranks: int = 1) -> Fit:
@@ -49,9 +50,16 @@ def needs(run: Fit) -> dict[str, float]:
 def test_settings_name_what_happens_to_each_block() -> None:
     found = {setting: "".join(checkpointing_of(setting, n)[0] for n in range(4)) for setting in settings(fit().cfg)}
     assert found == {
-        "none": "nnnn", "selective:1": "snnn", "selective:2": "ssnn", "selective:3": "sssn", "selective": "ssss",
-        "full:1+selective:3": "fsss", "full:2+selective:2": "ffss", "full:3+selective:1": "fffs", "full": "ffff",
-    }  # fmt: skip
+        "none": "nnnn",
+        "selective:1": "snnn",
+        "selective:2": "ssnn",
+        "selective:3": "sssn",
+        "selective": "ssss",
+        "full:1+selective:3": "fsss",
+        "full:2+selective:2": "ffss",
+        "full:3+selective:1": "fffs",
+        "full": "ffff",
+    }
     assert [checkpointing_of("2", n) for n in range(3)] == ["full", "none", "full"]
     assert [checkpointing_of("full:1", n) for n in range(2)] == ["full", "none"]
     assert list(settings(fit("train.backend=PP", ranks=2).cfg)) == ["none", "selective", "full"]
@@ -110,9 +118,13 @@ def test_offloading_needs_an_accelerator(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_within_a_budget_says_what_it_recomputes(tmp_path: Path) -> None:
     every = needs(fit())
     words = [
-        *SMALL, "tokenizer=byte", "tracker=jsonl", "train.max_iters=1", "train.eval_interval=0",
-        "train.sample_tokens=0", "train.checkpoint_interval=0", f"hydra.run.dir={tmp_path}/run",
-    ]  # fmt: skip
+        *SMALL,
+        *shlex.split("""
+        tokenizer=byte tracker=jsonl train.max_iters=1 train.eval_interval=0
+        train.sample_tokens=0 train.checkpoint_interval=0
+    """),
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     cfg = compose(words)
     size = shapes_of(cfg.model, 257)
     plan = {s: memory(size, Strategy("", cfg, Layout(), on_cpu=True), s).total / 1e9 for s in every}

@@ -35,8 +35,12 @@ def test_a_layout_has_all_ranks() -> None:
     found = bandwidth.layout("shard=4,tp=2", 8)
     assert found is not None
     assert found.shape == (1, 1, 4, 1, 2)
-    for text, message in (("tp=3", "3 ranks, but there are 8"), ("x=8", "x should be AXIS=RANKS; the axes are pp"),
-                          ("tp=0", "tp should be"), ("tp", "tp should be")):  # fmt: skip
+    for text, message in (
+        ("tp=3", "3 ranks, but there are 8"),
+        ("x=8", "x should be AXIS=RANKS; the axes are pp"),
+        ("tp=0", "tp should be"),
+        ("tp", "tp should be"),
+    ):
         with pytest.raises(ConfigError, match=message):
             bandwidth.layout(text, 8)
 

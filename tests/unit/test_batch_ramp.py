@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from wordrun.data.order import Sequences
 from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.train.options import accumulation
 
-RAMP = [
-    "data=sample", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "model.n_layer=1", "model.n_head=2",
-    "model.n_embd=16", "model.block_size=8", "train.max_iters=7", "train.log_interval=1", "train.eval_interval=0",
-    "train.eval_iters=2", "train.sample_tokens=0", "train.save_best=false", "optimizer.warmup_iters=2",
-    "train.checkpoint_interval=3", "train.keep_checkpoints=9", "train.global_batch_size=12",
-    "train.batch_ramp=[2:4,5:8]",
-]  # fmt: skip
+RAMP = shlex.split("""
+    data=sample tracker=jsonl train.dtype=fp32 train.device=cpu model.n_layer=1 model.n_head=2
+    model.n_embd=16 model.block_size=8 train.max_iters=7 train.log_interval=1 train.eval_interval=0
+    train.eval_iters=2 train.sample_tokens=0 train.save_best=false optimizer.warmup_iters=2
+    train.checkpoint_interval=3 train.keep_checkpoints=9 train.global_batch_size=12
+    train.batch_ramp=[2:4,5:8]
+""")
 
 
 def test_the_steps_have_the_sizes_of_the_ramp() -> None:
@@ -39,8 +40,9 @@ def test_steps_of_other_sizes_follow_without_a_gap(prefetch: int) -> None:
     first = 0
     for gas in (1, 1, 2, 2, 2, 3, 3, 1):
         expected = order.batch(first, 4 * gas).tokens
-        found = [batch.tokens for micro in zip(*(each.take(first, gas) for each in loaders), strict=True)
-                 for batch in micro]  # fmt: skip
+        found = [
+            batch.tokens for micro in zip(*(each.take(first, gas) for each in loaders), strict=True) for batch in micro
+        ]
         assert torch.equal(torch.cat(found), expected)
         first += 4 * gas
     for each in loaders:
@@ -59,8 +61,9 @@ def test_a_run_with_a_ramp_counts_and_resumes_exactly(tmp_path: Path) -> None:
     assert [line["tokens"] // 8 for line in whole] == [4, 8, 16, 24, 32, 44, 56]
     assert [round(line["sps"] * line["dt"]) for line in whole] == [4, 4, 8, 8, 8, 12, 12]
     for step in (3, 6):
-        found = lines(tmp_path / f"on-{step}", "model.batch_size=4",
-                      f"train.resume={tmp_path}/whole/checkpoints/step-{step:08d}")  # fmt: skip
+        found = lines(
+            tmp_path / f"on-{step}", "model.batch_size=4", f"train.resume={tmp_path}/whole/checkpoints/step-{step:08d}"
+        )
         assert [line["loss"] for line in found] == [line["loss"] for line in whole]
     divided = lines(tmp_path / "divided", "model.batch_size=2")
     assert [line["loss"] for line in divided] == pytest.approx([line["loss"] for line in whole], rel=1e-5)

@@ -53,10 +53,17 @@ def test_the_limit_of_cores(group: str, files: dict[str, str], cores: int | None
         ("0::/a", {"a/memory.max": "9", "a/memory.current": "8", "a/memory.stat": "active_file 3\ninactive_file 4"}, 8),
         ("0::/a", {"a/memory.max": "1000", "a/memory.current": "1700"}, 0),
         ("4:memory:/limit", {"memory/limit/memory.limit_in_bytes": "9", "memory/limit/memory.usage_in_bytes": "7"}, 2),
-        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "1000", "memory/a/memory.usage_in_bytes": "700",
-                         "memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n"}, 350),
+        (
+            "4:memory:/a",
+            {
+                "memory/a/memory.limit_in_bytes": "1000",
+                "memory/a/memory.usage_in_bytes": "700",
+                "memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
+            },
+            350,
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_memory_that_is_left(group: str, files: dict[str, str], left: int, tmp_path: Path) -> None:
     kernel(tmp_path, group, **files)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:   {8 * 2**20} kB\n")

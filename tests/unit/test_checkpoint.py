@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,11 +39,13 @@ from wordrun.train.stop import Interrupted, StopSignal
 from wordrun.train.trainer import Trainer
 
 Words = Callable[..., list[str]]
-SAVING = (
-    "train.max_iters=12", "train.log_interval=1", "train.eval_interval=4", "train.checkpoint_interval=3",
-    "train.save_best=false", "train.keep_checkpoints=9", "train.sample_tokens=0", "model.dropout=0.2",
-    "optimizer.warmup_iters=2",
-)  # fmt: skip
+SAVING = tuple(
+    shlex.split("""
+    train.max_iters=12 train.log_interval=1 train.eval_interval=4 train.checkpoint_interval=3
+    train.save_best=false train.keep_checkpoints=9 train.sample_tokens=0 model.dropout=0.2
+    optimizer.warmup_iters=2
+""")
+)
 
 
 class Act(Hook):
@@ -481,10 +484,19 @@ def test_what_an_interrupted_save_leaves_is_no_checkpoint(copy: Path, small: Wor
     assert not list((copy / "checkpoints").glob(".step*"))
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (ValueError("no such luck"), r"written \(rank 0: no such luck\); the newest is from step 3: continue from there$"),
-    (OSError(122, "Disk quota exceeded"), r"written; the newest is from step 3: free some space, and continue from"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ValueError("no such luck"),
+            r"written \(rank 0: no such luck\); the newest is from step 3: continue from there$",
+        ),
+        (
+            OSError(122, "Disk quota exceeded"),
+            r"written; the newest is from step 3: free some space, and continue from",
+        ),
+    ],
+)
 def test_the_last_save_that_failed_says_why(
     small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
@@ -738,9 +750,10 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     stop = StopSignal(torch.device("cpu"))
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for first, left in (
-        (signal.SIGINT, {signal.SIGUSR1}), (signal.SIGTERM, {signal.SIGUSR1, signal.SIGTERM}),
+        (signal.SIGINT, {signal.SIGUSR1}),
+        (signal.SIGTERM, {signal.SIGUSR1, signal.SIGTERM}),
         (signal.SIGUSR1, {signal.SIGINT, signal.SIGTERM}),
-    ):  # fmt: skip
+    ):
         with stop.listen():
             os.kill(os.getpid(), first)
             assert stop.signal == first

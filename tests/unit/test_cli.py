@@ -78,8 +78,7 @@ def test_flags_and_overrides_come_in_any_order() -> None:
 
 def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    shown = [GPTConfig, TextConfig, DDPConfig, AdamWConfig, TrainConfig,
-             WandbConfig]  # fmt: skip
+    shown = [GPTConfig, TextConfig, DDPConfig, AdamWConfig, TrainConfig, WandbConfig]
     for node in shown:
         docs = documentation(node)
         section = next(g for g in schema.SECTIONS if node in [part.options for part in schema.schemas(g).values()])
@@ -181,12 +180,16 @@ def test_a_flag_that_is_an_option(
 @pytest.mark.parametrize(
     "words",
     [
-        ["data=text", "data.path=nothing"], ["data=sample", "train.resume=nothing"],
-        ["data=shakespeare", "data.offline=error", "train.init_from=nothing"], ["generate", "run=nothing"],
-        ["export", "run=nothing"], ["prepare", "data=text", "data.path=nothing"], ["--config-dir", "nothing"],
+        ["data=text", "data.path=nothing"],
+        ["data=sample", "train.resume=nothing"],
+        ["data=shakespeare", "data.offline=error", "train.init_from=nothing"],
+        ["generate", "run=nothing"],
+        ["export", "run=nothing"],
+        ["prepare", "data=text", "data.path=nothing"],
+        ["--config-dir", "nothing"],
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_a_file_that_is_not_there_is_a_mistake_in_the_options(
     words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

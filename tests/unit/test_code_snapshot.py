@@ -27,9 +27,15 @@ def project(tmp_path: Path) -> Path:
     """A repository with a committed, a changed, an untracked and an ignored file, and data beside the code."""
     root = tmp_path / "my project"
     for name, text in {
-        "train.py": "1", "pkg/__init__.py": "", "pkg/part.py": "2", "pkg/.gitignore": "/built\n", "pkg/built": "x",
-        ".gitignore": "data/\n", "data/big": "bytes", "outputs/run.txt": "x",
-    }.items():  # fmt: skip
+        "train.py": "1",
+        "pkg/__init__.py": "",
+        "pkg/part.py": "2",
+        "pkg/.gitignore": "/built\n",
+        "pkg/built": "x",
+        ".gitignore": "data/\n",
+        "data/big": "bytes",
+        "outputs/run.txt": "x",
+    }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     git(root, "init", "-q")

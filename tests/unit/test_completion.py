@@ -166,9 +166,11 @@ def test_the_tab_key_in_a_real_shell(shell: str, line: str, arguments: str, tmp_
     if not shutil.which(shell):
         pytest.skip(f"needs {shell}")
     (tmp_path / "outputs").mkdir()
-    setup = 'eval "$(wordrun --completion bash)"' if shell == "bash" else (
-        'autoload -U compinit; compinit -u -D; eval "$(wordrun --completion zsh)"'
-    )  # fmt: skip
+    setup = (
+        'eval "$(wordrun --completion bash)"'
+        if shell == "bash"
+        else ('autoload -U compinit; compinit -u -D; eval "$(wordrun --completion zsh)"')
+    )
     shown = typed(shell, f"{setup}; wordrun() {INSTEAD}; launch() {INSTEAD}", line)
     assert arguments in shown.replace("\r", ""), shown
 
@@ -181,9 +183,12 @@ def test_fish_offers_the_same_with_meanings(tmp_path: Path, command: Command) ->
     done = command("fish", "--no-config", "-c", f"wordrun --completion fish | source; {ask}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "data=shakespeare", "data=shakespeare_bpe", "data=shards", "train.max_iters=\tNumber of optimizer steps.",
+        "data=shakespeare",
+        "data=shakespeare_bpe",
+        "data=shards",
+        "train.max_iters=\tNumber of optimizer steps.",
         "run=outputs/",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_script_for_bash_passes_shellcheck(tmp_path: Path, command: Command) -> None:

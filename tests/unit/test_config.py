@@ -212,15 +212,32 @@ def test_a_config_survives_its_own_yaml(plain: Config) -> None:
 
 # Sizes as published, to the last parameter: of the released models of GPT-2, LLaMA-160M, and Llama 2 and 3.
 PUBLISHED = {
-    "gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200,
-    "llama_160m": 162_417_408, "llama2_7b": 6_738_415_616,
-    "qwen3_0_6b": 596_049_920, "qwen3_1_7b": 1_720_574_976, "qwen3_8b": 8_190_735_360,
-    "gemma3_1b": 999_885_952, "mistral_7b": 7_241_732_096,
-    "llama3_1b": 1_235_814_400, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
-}  # fmt: skip
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "llama_160m": 162_417_408,
+    "llama2_7b": 6_738_415_616,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_8b": 8_190_735_360,
+    "gemma3_1b": 999_885_952,
+    "mistral_7b": 7_241_732_096,
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+}
 # The GPT-3 table's names, which round their counts with the vocabulary and positions left in.
-GPT3 = {"125m": 125e6, "350m": 356e6, "760m": 760e6, "1_3b": 1.3e9, "2_7b": 2.7e9, "6_7b": 6.7e9, "13b": 13e9,
-        "175b": 175e9}  # fmt: skip
+GPT3 = {
+    "125m": 125e6,
+    "350m": 356e6,
+    "760m": 760e6,
+    "1_3b": 1.3e9,
+    "2_7b": 2.7e9,
+    "6_7b": 6.7e9,
+    "13b": 13e9,
+    "175b": 175e9,
+}
 
 
 def preset(name: str) -> TransformerConfig:
@@ -459,7 +476,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"train__global_batch_size": 25}, ["train.global_batch_size=25", "model.batch_size=12", "use 24"]),
     ({"train__global_batch_size": 0}, ["train.global_batch_size=0", "use 12"]),
     ({"train__global_batch_size": 24, "optimizer__gas": 3}, ["train.global_batch_size=24", "2 micro-steps", "gas=3"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "says"), IMPOSSIBLE, ids=lambda x: str(x) if isinstance(x, dict) else "")
@@ -543,8 +560,13 @@ def test_a_long_list_of_names_is_below_the_message() -> None:
 def test_other_names_lead_to_options_that_exist() -> None:
     from wordrun.config.schema import schemas
 
-    keys = {f"{group}.{field.name}" for group in SECTIONS if group not in SEVERAL
-            for part in schemas(group).values() for field in fields(part.options)}  # fmt: skip
+    keys = {
+        f"{group}.{field.name}"
+        for group in SECTIONS
+        if group not in SEVERAL
+        for part in schemas(group).values()
+        for field in fields(part.options)
+    }
     assert {*suggestions.OPTIONS.values()} - keys - {*SECTIONS, "hydra.run.dir"} == set()
 
 

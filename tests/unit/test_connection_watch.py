@@ -74,9 +74,13 @@ def tell(start: Start) -> Iterator[Tell]:
 def watching(launcher: str = "pals", *, local: bool = False) -> ConnectionWatch:
     """Return the watch of a launch whose ranks are this process's, or found by their launch ID, as in a job."""
     plan = SimpleNamespace(
-        ranks=SimpleNamespace(np=2), launcher=SimpleNamespace(name=launcher), env={"MASTER_PORT": "1"},
-        hosts=("n1",), decided=SimpleNamespace(launch_id=f"test-{os.getpid()}"), job=SimpleNamespace(is_local=local),
-    )  # fmt: skip
+        ranks=SimpleNamespace(np=2),
+        launcher=SimpleNamespace(name=launcher),
+        env={"MASTER_PORT": "1"},
+        hosts=("n1",),
+        decided=SimpleNamespace(launch_id=f"test-{os.getpid()}"),
+        job=SimpleNamespace(is_local=local),
+    )
     return ConnectionWatch(plan, os.getpid())  # type: ignore[arg-type]
 
 

@@ -79,8 +79,13 @@ def test_a_long_run_keeps_a_limited_number_of_points() -> None:
 
 @pytest.mark.parametrize(
     ("width", "height", "encoding", "fits"),
-    [(80, 24, "utf-8", True), (60, 20, "utf-8", True), (59, 24, "utf-8", False), (80, 19, "utf-8", False),
-     (80, 24, "latin-1", False)],
-)  # fmt: skip
+    [
+        (80, 24, "utf-8", True),
+        (60, 20, "utf-8", True),
+        (59, 24, "utf-8", False),
+        (80, 19, "utf-8", False),
+        (80, 24, "latin-1", False),
+    ],
+)
 def test_only_a_large_terminal_has_a_curve(width: int, height: int, encoding: str, fits: bool) -> None:
     assert TerminalCurve.fits(screen(width, height, encoding)) == fits

@@ -150,9 +150,11 @@ def test_the_block_size_that_the_message_offers_works() -> None:
 
 
 @given(
-    tokens=st.integers(11, 500), size=st.integers(1, 5), batch=st.integers(1, 7),
+    tokens=st.integers(11, 500),
+    size=st.integers(1, 5),
+    batch=st.integers(1, 7),
     batches=st.one_of(st.none(), st.integers(1, 9)),
-)  # fmt: skip
+)
 def test_the_validation_set_is_the_same_on_any_number_of_ranks(
     tokens: int, size: int, batch: int, batches: int | None
 ) -> None:

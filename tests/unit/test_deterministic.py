@@ -22,9 +22,11 @@ Words = Callable[..., list[str]]
 
 def flags() -> tuple[bool, ...]:
     return (
-        torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark,
-    )  # fmt: skip
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
 
 
 @pytest.fixture(autouse=True)

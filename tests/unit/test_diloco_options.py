@@ -26,7 +26,9 @@ REFUSED = {
     "wrong type": (2, 2, ["backend.inner_options.bucket_cap_mb=many"], ["bucket_cap_mb=many should be of type int"]),
     "wrong value": (2, 2, ["backend.inner_options.compress=int8"], ["backend.inner_options.compress=int8"]),
     "shards do not fit": (
-        4, 4, ["backend.islands=2", "backend.inner=FSDP", "backend.inner_options.shard=3"],
+        4,
+        4,
+        ["backend.islands=2", "backend.inner=FSDP", "backend.inner_options.shard=3"],
         ["inside each island of 2 ranks: backend.inner_options.shard=3 does not fit 2 ranks"],
     ),
     "bits": (2, 2, ["backend.exchange_bits=4"], ["backend.exchange_bits was removed: islands exchange fp32"]),
@@ -36,9 +38,12 @@ REFUSED = {
     "fp16": (2, 2, ["train.dtype=fp16"], ["use train.dtype=bf16 or fp32"]),
     "averages": (2, 2, ["hooks=[ema]"], ["hooks=[ema]", "outer weights"]),
     "static graph": (
-        2, 2, ["backend.inner_options.static_graph=true", "optimizer.gas=2"], ["one micro-step per step"],
+        2,
+        2,
+        ["backend.inner_options.static_graph=true", "optimizer.gas=2"],
+        ["one micro-step per step"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

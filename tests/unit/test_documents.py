@@ -72,9 +72,10 @@ def test_halves_of_characters_and_empty_documents_are_left_out(tmp_path: Path) -
 
 @settings(max_examples=80, deadline=None)
 @given(
-    lines=st.lists(st.text(alphabet="aé😀 \n", max_size=12), min_size=1, max_size=12), count=st.integers(1, 9),
+    lines=st.lists(st.text(alphabet="aé😀 \n", max_size=12), min_size=1, max_size=12),
+    count=st.integers(1, 9),
     data=st.data(),
-)  # fmt: skip
+)
 def test_work_items_of_a_file_add_up_to_it(
     lines: list[str], count: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -161,9 +162,14 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
     with pytest.raises(UserError) as caught:
         locate(data).items()
     wanted = (
-        "data=fineweb", "HuggingFaceFW/fineweb", "login node", "wordrun prepare data=fineweb", "hf download",
-        "data.workers=4", "launch --submit -N 1 --walltime 1:00:00 ",
-    )  # fmt: skip
+        "data=fineweb",
+        "HuggingFaceFW/fineweb",
+        "login node",
+        "wordrun prepare data=fineweb",
+        "hf download",
+        "data.workers=4",
+        "launch --submit -N 1 --walltime 1:00:00 ",
+    )
     assert [text for text in wanted if text not in str(caught.value)] == []
     assert time.monotonic() - begin < 20  # the hub's client alone would try for half a minute
 
@@ -194,7 +200,7 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
         ("a.parquet", b"PAR1 and no more", "is a damaged .parquet"),
         ("a.txt", None, "No such file"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_one_clear_message(name: str, content: bytes | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:

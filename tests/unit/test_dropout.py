@@ -84,10 +84,13 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("dtype", "tokens", "fused"),
     [
-        (FP32, 9, False), (FP32, SHORT_FP32, False), (FP32, SHORT_FP32 + 1, True), (BF16, SHORT, False),
+        (FP32, 9, False),
+        (FP32, SHORT_FP32, False),
+        (FP32, SHORT_FP32 + 1, True),
+        (BF16, SHORT, False),
         (BF16, SHORT + 1, True),
     ],
-)  # fmt: skip
+)
 def test_compiled_attention_over_short_sequences_is_not_fused(dtype: torch.dtype, tokens: int, fused: bool) -> None:
     torch.manual_seed(0)
     found: list[str] = []

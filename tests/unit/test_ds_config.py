@@ -27,21 +27,36 @@ def merged(content: Any, *words: str, dtype: str = "bf16") -> dict[str, Any]:
 
 
 def test_the_run_decides_and_the_file_adds() -> None:
-    settings = merged({
-        "train_batch_size": "auto", "wall_clock_breakdown": True,
-        "bf16": {"enabled": "auto", "check_grad_overflow": True},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1000},
-        "optimizer": {"type": "adamw", "params": {"lr": "auto", "betas": [0.9, 0.99], "weight_decay": 0.1}},
-    }, "backend.stage=3", "backend.offload_params=true", "backend.keep_below=7")  # fmt: skip
-    assert settings == {
-        "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3,
-        "gradient_clipping": 1.0, "bf16": {"enabled": True, "check_grad_overflow": True}, "fp16": {"enabled": False},
-        "zero_optimization": {
-            "stage": 3, "sub_group_size": 1000, "stage3_param_persistence_threshold": 7,
-            "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"},
+    settings = merged(
+        {
+            "train_batch_size": "auto",
+            "wall_clock_breakdown": True,
+            "bf16": {"enabled": "auto", "check_grad_overflow": True},
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1000},
+            "optimizer": {"type": "adamw", "params": {"lr": "auto", "betas": [0.9, 0.99], "weight_decay": 0.1}},
         },
-        "wall_clock_breakdown": True, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+        "backend.stage=3",
+        "backend.offload_params=true",
+        "backend.keep_below=7",
+    )
+    assert settings == {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "fp16": {"enabled": False},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 1000,
+            "stage3_param_persistence_threshold": 7,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "none"},
+        },
+        "wall_clock_breakdown": True,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
 
 
 CONTRADICTIONS = {

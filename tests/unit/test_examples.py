@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +34,13 @@ from wordrun.model.options import ConvNetConfig, ModelConfig
 from wordrun.train.hooks.options import EarlyStopConfig
 from wordrun.train.options import MetricConfig
 
-SMALL = (
-    "data=digits", "model.channels=2", "model.hidden=8", "model.batch_size=8", "tracker=jsonl", "train.device=cpu",
-    "train.dtype=fp32", "train.max_iters=2", "train.eval_iters=2", "train.eval_interval=1", "train.log_interval=1",
-    "hydra.run.dir=run",
-)  # fmt: skip
+SMALL = tuple(
+    shlex.split("""
+    data=digits model.channels=2 model.hidden=8 model.batch_size=8 tracker=jsonl train.device=cpu
+    train.dtype=fp32 train.max_iters=2 train.eval_iters=2 train.eval_interval=1 train.log_interval=1
+    hydra.run.dir=run
+""")
+)
 
 
 def lines(run: Path = Path("run")) -> list[dict[str, Any]]:
@@ -238,8 +241,10 @@ def absolute_error(options: MetricConfig, outputs: torch.Tensor, batch: Any) -> 
 def own(monkeypatch: pytest.MonkeyPatch) -> Config:
     here = f"{__name__}:"
     for kind, name, options in (
-        ("model", "Line", LineConfig), ("data", "points", PointsConfig), ("metrics", "absolute_error", MetricConfig)
-    ):  # fmt: skip
+        ("model", "Line", LineConfig),
+        ("data", "points", PointsConfig),
+        ("metrics", "absolute_error", MetricConfig),
+    ):
         monkeypatch.setitem(parts(kind), name.lower(), Part(options, here + name, kind, name.lower()))
     cfg = wordrun.compose([*SMALL[4:], "train.max_iters=60", "optimizer.learning_rate=0.1", "optimizer.warmup_iters=1"])
     cfg.model, cfg.data = LineConfig(batch_size=16), PointsConfig("points", "points")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,10 +68,10 @@ def python(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_page_adds_six_parts() -> None:
-    assert [name.removeprefix("src/wordrun/") for name, _ in BLOCKS] == [
-        "launch/launchers/flux.py", "launch/launchers/__init__.py", "launch/rank_env.sh", "dist/world.py",
-        "launch/schedulers/flux.py", "launch/schedulers/__init__.py",
-    ]  # fmt: skip
+    assert [name.removeprefix("src/wordrun/") for name, _ in BLOCKS] == shlex.split("""
+        launch/launchers/flux.py launch/launchers/__init__.py launch/rank_env.sh dist/world.py
+        launch/schedulers/flux.py launch/schedulers/__init__.py
+    """)
     assert sum(text.count("\n") for _, text in BLOCKS[:4]) <= 65
 
 

@@ -19,10 +19,12 @@ from wordrun.model import attention, kernel_thresholds
 from wordrun.model.options import GPTConfig, LlamaConfig
 
 T = 592  # of 5 blocks, the last with 80 tokens
-NUMBERS = torch.stack([
-    torch.repeat_interleave(torch.arange(5), torch.tensor([205, 50, 15, 306, 16])),
-    torch.repeat_interleave(torch.arange(2), torch.tensor([591, 1])),
-])  # fmt: skip
+NUMBERS = torch.stack(
+    [
+        torch.repeat_interleave(torch.arange(5), torch.tensor([205, 50, 15, 306, 16])),
+        torch.repeat_interleave(torch.arange(2), torch.tensor([591, 1])),
+    ]
+)
 
 
 @pytest.fixture
@@ -46,10 +48,14 @@ def test_blocks_are_those_of_the_whole_mask(numbers: Tensor, span: int) -> None:
     needed, complete = some.any(-1), every_one.all(-1)
     every = [[found.kv_num_blocks, found.kv_indices], [found.full_kv_num_blocks, found.full_kv_indices]]
     partial, whole = (
-        torch.stack([torch.stack([torch.isin(torch.arange(5), row[:n]) for n, row in zip(a, b, strict=True)])
-                     for a, b in zip(counts[:, 0], indices[:, 0], strict=True)])
+        torch.stack(
+            [
+                torch.stack([torch.isin(torch.arange(5), row[:n]) for n, row in zip(a, b, strict=True)])
+                for a, b in zip(counts[:, 0], indices[:, 0], strict=True)
+            ]
+        )
         for counts, indices in every
-    )  # fmt: skip
+    )
     assert not (needed & ~(partial | whole)).any()
     assert not (whole & ~complete).any()
     assert not (partial & whole).any()
@@ -102,10 +108,12 @@ def test_a_model_on_a_gpu_makes_no_dense_mask(cfg: Any, monkeypatch: pytest.Monk
             patch.setattr(attention, "skips_blocks", lambda _, *facts: kernel_thresholds.skips_blocks(device, *facts))  # noqa: B023
             model = models.build(cfg, 50)
             masks: list[Any] = []
+
+            def note(block: Any, args: Any, given: Any, masks: list[Any] = masks) -> None:
+                masks.append(given["mask"])
+
             for block in model.blocks.values():
-                block.register_forward_pre_hook(
-                    lambda block, args, given: masks.append(given["mask"]), with_kwargs=True  # noqa: B023
-                )  # fmt: skip
+                block.register_forward_pre_hook(note, with_kwargs=True)
             loss = model(tokens, documents=numbers, targets=targets).sum()
             loss.backward()
         assert len(masks) == 2

@@ -249,7 +249,7 @@ def test_the_precision_and_the_model_go_to_standard_error(run: Path, capsys: pyt
         (["length=-1", "num_samples=0"], 2, "length=-1 should not be negative\nnum_samples=0 should be at least 1\n"),
         (["slide=0", "device=gpu", "dtype=fp8"], 2, "slide=0 should be at least 1\ndevice=gpu should be one of auto,"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(
     run: Path, words: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
         ("triton_poi_fused_add_gelu_mm_4", "elementwise and other"),
         ("Memcpy HtoD (Pinned -> Device)", "copies and fills"),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
 

@@ -56,9 +56,13 @@ def test_a_finished_run_is_used_or_trained_further(run: Path) -> None:
     assert [shlex.split(line) for line in lines] == [
         ["python", "-m", "wordrun", "generate", "run=runs/a"],
         ["python", "-m", "wordrun", "export", "run=runs/a"],
-        ["launch", "-n", "2", "python", "-m", "wordrun", "data=sample", "data.mix={a: 1}", "train.max_iters=100",
-         "train.resume=runs/a"],
-    ]  # fmt: skip
+        [
+            *shlex.split("launch -n 2 python -m wordrun data=sample"),
+            "data.mix={a: 1}",
+            "train.max_iters=100",
+            "train.resume=runs/a",
+        ],
+    ]
     text = next_steps(run, (), 1, 50, finished=True)
     assert text.splitlines()[1:] == ["  wordrun generate run=runs/a", "  wordrun export run=runs/a"]
     mute = next_steps(run, (), 1, 50, finished=True, huggingface=False, generates=False)
@@ -71,9 +75,14 @@ def test_a_stopped_run_is_continued_as_it_was_launched(run: Path, monkeypatch: p
     first, line = next_steps(run, ["wordrun", *WORDS], 8, 50, finished=False).splitlines()
     assert first == "to continue from step 20:"
     assert shlex.split(line) == [
-        "launch", "-N", "2", "--env", "A=b c", "wordrun", "data=sample", "train.max_iters=50", "data.mix={a: 1}",
+        *shlex.split("launch -N 2 --env"),
+        "A=b c",
+        "wordrun",
+        "data=sample",
+        "train.max_iters=50",
+        "data.mix={a: 1}",
         "train.resume=runs/a",
-    ]  # fmt: skip
+    ]
     assert next_steps(run, (), 8, 50, finished=False).endswith("  the same options, with train.resume=runs/a")
     assert next_steps(run, ["wordrun", *WORDS], 8, 20, finished=False) == "", "it has failed after its last step"
 

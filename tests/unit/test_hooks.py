@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import re
+import shlex
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
@@ -30,11 +31,13 @@ from wordrun.train.spikes import SpikeDetector
 from wordrun.train.trainer import Trainer
 
 Words = Callable[..., list[str]]
-STEPS = (
-    "train.max_iters=8", "train.log_interval=1", "train.eval_interval=4", "train.checkpoint_interval=4",
-    "train.keep_checkpoints=9", "train.save_best=false", "train.sample_tokens=0", "optimizer.warmup_iters=0",
-    "optimizer.learning_rate=0.01",
-)  # fmt: skip
+STEPS = tuple(
+    shlex.split("""
+    train.max_iters=8 train.log_interval=1 train.eval_interval=4 train.checkpoint_interval=4
+    train.keep_checkpoints=9 train.save_best=false train.sample_tokens=0 optimizer.warmup_iters=0
+    optimizer.learning_rate=0.01
+""")
+)
 
 
 def train(words: list[str], folder: Path, *hooks: Hook) -> Trainer:
@@ -124,8 +127,9 @@ def test_the_averaged_weights_are_evaluated_exported_and_generate(
 
 
 def test_averages_resume_to_the_bit_and_begin_where_there_are_none(small: Words, tmp_path: Path) -> None:
-    words = small(*STEPS, "hooks=[ema,spikes]", "hooks.spikes.window=3", "model.dropout=0.1",
-                  "train.log_interval=3")  # fmt: skip
+    words = small(
+        *STEPS, *shlex.split("hooks=[ema,spikes] hooks.spikes.window=3 model.dropout=0.1 train.log_interval=3")
+    )
     whole = train(words, tmp_path / "whole")
     resume = f"train.resume={tmp_path}/whole/checkpoints/step-00000004"
     part = train([*words, resume], tmp_path / "part")
@@ -138,8 +142,11 @@ def test_averages_resume_to_the_bit_and_begin_where_there_are_none(small: Words,
 
     train(small(*STEPS, "train.max_iters=4"), tmp_path / "without")
     note = Note()
-    late = train(small(*STEPS, "hooks=[ema]", f"train.resume={tmp_path}/without", "train.max_iters=5"),
-                 tmp_path / "without", note)  # fmt: skip
+    late = train(
+        small(*STEPS, "hooks=[ema]", f"train.resume={tmp_path}/without", "train.max_iters=5"),
+        tmp_path / "without",
+        note,
+    )
     keep = 2 / 11
     before, after = note.weights[-2:]
     for name, average in ema_of(late).averages.items():
@@ -279,8 +286,12 @@ def test_a_spike_is_counted_and_logged(small: Words, tmp_path: Path, drawing: An
 # The range test
 
 
-RANGE = ("hooks=[lr_range]", "hooks.lr_range.steps=60", "hooks.lr_range.highest=3", "train.log_interval=1",
-         "train.max_iters=90", "train.sample_tokens=0")  # fmt: skip
+RANGE = tuple(
+    shlex.split("""
+    hooks=[lr_range] hooks.lr_range.steps=60 hooks.lr_range.highest=3 train.log_interval=1
+    train.max_iters=90 train.sample_tokens=0
+""")
+)
 
 
 class Spoil(Hook):
@@ -432,7 +443,7 @@ class Break(Hook):
         ("set", r"the hook Break failed in state: TypeError: state\(\)\['value'\] is a set, which JSON"),
         ("at_end", r"the hook Break failed in at_end after 8 steps: ValueError: not today"),
     ],
-)  # fmt: skip
+)
 def test_a_hook_that_raises_is_named_and_costs_no_steps(small: Words, tmp_path: Path, event: str, message: str) -> None:
     hook, after = Break(event), Break("")
     with pytest.raises(HookError, match=message + r".*; traceback: .*run/failures/rank-0.txt"):
@@ -467,11 +478,13 @@ class Keep(Hook):
         (Keep({"ema": torch.ones(2)}), "state()['ema'] is a Tensor, which JSON does not have: return its .tolist()"),
         (Keep({"x": np.float32(1)}), "state()['x'] is a float32, which JSON does not have: return its .tolist()"),
         (Keep({"x": 1j}), "state()['x'] is a complex, which JSON does not have: return numbers, strings, lists and"),
-        (Keep(tensors={"hist": torch.ones(7)}),
-         "tensors() has 'hist', which is not a weight: return small values as lists in state()"),
+        (
+            Keep(tensors={"hist": torch.ones(7)}),
+            "tensors() has 'hist', which is not a weight: return small values as lists in state()",
+        ),
         (Keep(tensors={"norm.weight": torch.ones(7)}), "tensors()['norm.weight'] has the shape [7], and the weight ["),
     ],
-)  # fmt: skip
+)
 def test_what_a_checkpoint_cannot_hold_of_a_hook_is_named_before_the_first_step(
     small: Words, tmp_path: Path, hook: Hook, message: str
 ) -> None:
@@ -545,7 +558,7 @@ def test_a_state_that_a_hook_cannot_load_names_it() -> None:
         (["hooks=[lr_range]", "train.max_iters=50"], "hooks.lr_range.steps=100 is more than train.max_iters=50"),
         (["hooks.ema.decay=0.9"], "hooks.ema.decay=0.9 has no effect without hooks=ema: add it"),
     ],
-)  # fmt: skip
+)
 def test_impossible_options_of_hooks_are_refused(small: Words, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         wordrun.compose(small(*words))

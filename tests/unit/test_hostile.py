@@ -104,10 +104,15 @@ def test_no_file_of_a_checkpoint_runs_anything(checkpoint: Path, seal: Seal, kin
 def test_torchs_index_contains_nothing_but_records(tmp_path: Path) -> None:
     """Neither names that torch does not write, nor what its names would lead to."""
     for module, name in (
-        ("posix", "system"), ("torch", "load"), ("torch.serialization", "load"), ("torch", "Size.__class__"),
-        ("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("builtins", "eval"),
-        ("torch.distributed.checkpoint.filesystem", "pickle.loads"), ("wordrun.checkpoint.torch_format", "_Unpickler"),
-    ):  # fmt: skip
+        ("posix", "system"),
+        ("torch", "load"),
+        ("torch.serialization", "load"),
+        ("torch", "Size.__class__"),
+        ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
+        ("builtins", "eval"),
+        ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
+        ("wordrun.checkpoint.torch_format", "_Unpickler"),
+    ):
         for start in (f"c{module}\n{name}\n", f"\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93"):
             with pytest.raises(pickle.UnpicklingError, match="does not belong there"):
                 torch_format.parse((start + ")R.").encode("latin-1"))
@@ -143,9 +148,10 @@ def test_tokens_of_others_run_nothing(name: str, kind: str) -> None:
 
 
 STRANGE = (
-    None, True, -1, 0, 1, 2, 7.5, 2**31, 10**12, 10**30, float("nan"), "", "x", "../x", "/etc/passwd", "\x00",
-    "float64", "shards-00000.safetensors", [], [[]], {}, [10**12, 10**12], [0] * 40,
-)  # fmt: skip
+    *(None, True, -1, 0, 1, 2, 7.5, 2**31, 10**12, 10**30, float("nan")),
+    *("", "x", "../x", "/etc/passwd", "\x00", "float64", "shards-00000.safetensors"),
+    *([], [[]], {}, [10**12, 10**12], [0] * 40),
+)
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:

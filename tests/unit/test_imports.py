@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -28,19 +29,35 @@ MODULES = sorted(
 # From the lowest to the highest; a module imports its own layer and lower ones. Those in a line do not import each
 # other, except TOGETHER.
 LAYERS = (
-    ("common",), ("options",), ("config",), ("launch", "dist"), ("model", "data", "track"), ("checkpoint",),
-    ("backend",), ("plan",), ("train",), ("attached",), ("study", "commands"), ("entry",),
-)  # fmt: skip
+    ("common",),
+    ("options",),
+    ("config",),
+    ("launch", "dist"),
+    ("model", "data", "track"),
+    ("checkpoint",),
+    ("backend",),
+    ("plan",),
+    ("train",),
+    ("attached",),
+    ("study", "commands"),
+    ("entry",),
+)
 TOGETHER = ({"study", "commands"},)
 HEIGHT = {name: height for height, line in enumerate(LAYERS) for name in line}
 # Options, and the arithmetic and settings that they need, are free of torch, wherever they stand.
 OPTIONS = {
-    "wordrun.dist.mesh", "wordrun.backend.deepspeed.settings",
-    *(f"wordrun.{room}.options" for room in (
-        "model", "data", "data.tokenizers", "backend", "backend.deepspeed", "backend.diloco", "train", "train.optim",
-        "train.hooks", "track",
-    )),
-}  # fmt: skip
+    "wordrun.dist.mesh",
+    "wordrun.backend.deepspeed.settings",
+    *(
+        f"wordrun.{room}.options"
+        for room in tuple(
+            shlex.split("""
+        model data data.tokenizers backend backend.deepspeed backend.diloco train train.optim
+        train.hooks track
+    """)
+        )
+    ),
+}
 # Parts that bring their own estimates, which the plan loads by the name that their options give.
 ESTIMATES = {"wordrun.backend.deepspeed.estimates", "wordrun.backend.diloco.estimates"}
 # Rare machinery, which stands above what it attaches to.
@@ -52,10 +69,12 @@ UPWARD = {
     ("wordrun.launch.elastic.guardian", "wordrun.commands.train"),
 }
 # Packages that offer names of their modules lazily.
-LAZY = {
-    "wordrun", "wordrun.config", "wordrun.model", "wordrun.backend", "wordrun.track", "wordrun.train.hooks",
-    "wordrun.data.tokenizers",
-}  # fmt: skip
+LAZY = set(
+    shlex.split("""
+    wordrun wordrun.config wordrun.model wordrun.backend wordrun.track wordrun.train.hooks
+    wordrun.data.tokenizers
+""")
+)
 
 
 def layer(module: str) -> str:
@@ -240,12 +259,14 @@ print([key for key in before if before[key] != after[key]])
 
 
 # Set on objects of libraries, which offer no other way.
-OF_LIBRARIES = {
-    "forward", "grad", "weight", "reducer", "logger", "hydra", "pre_tokenizer", "decoder", "initialize", "finalize",
-    "environ", "stderr", "argv", "returncode", "msg", "has_rank", "propagate", "filename", "HF_HUB_OFFLINE",
-    "dtypes", "fill_uninitialized_memory", "benchmark", "__class__",
-    "_compiled_call_impl",
-}  # fmt: skip
+OF_LIBRARIES = set(
+    shlex.split("""
+    forward grad weight reducer logger hydra pre_tokenizer decoder initialize finalize
+    environ stderr argv returncode msg has_rank propagate filename HF_HUB_OFFLINE
+    dtypes fill_uninitialized_memory benchmark __class__
+    _compiled_call_impl
+""")
+)
 
 
 def test_nothing_sets_an_attribute_of_another_modules_object() -> None:
@@ -256,10 +277,11 @@ def test_nothing_sets_an_attribute_of_another_modules_object() -> None:
         own = {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
         changed = [node for node in nodes if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)]
         foreign += [
-            f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}" for node in changed
+            f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}"
+            for node in changed
             if node.attr not in own | OF_LIBRARIES
             and ast.unparse(node.value) not in ("self", "cls", "LogHandle", "ctx")
-        ]  # fmt: skip
+        ]
     assert foreign == []
 
 

@@ -30,8 +30,9 @@ def divided(shape: tuple[int, ...], rng: random.Random, ranks: int = 3) -> list[
         spans = list(zip([0, *cuts], [*cuts, shape[axis]], strict=True))
         boxes = [
             ((*at[:axis], low, *at[axis + 1 :]), (*size[:axis], high - low, *size[axis + 1 :]))
-            for at, size in boxes for low, high in spans
-        ]  # fmt: skip
+            for at, size in boxes
+            for low, high in spans
+        ]
     return boxes
 
 
@@ -63,10 +64,15 @@ def written(tensors: dict[str, torch.Tensor], folder: Path, rng: random.Random) 
 def test_any_part_of_any_division_is_read(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     tensors = {
-        "matrix": torch.randn(7, 5), "cube": torch.randn(4, 3, 2).bfloat16(), "vector": torch.arange(6),
-        "number": torch.tensor(3.5, dtype=torch.float64), "turned": torch.randn(5, 8).T, "empty": torch.empty(0, 4),
-        "flags": torch.tensor([True, False, True]), "complex": torch.randn(3, dtype=torch.complex64),
-    }  # fmt: skip
+        "matrix": torch.randn(7, 5),
+        "cube": torch.randn(4, 3, 2).bfloat16(),
+        "vector": torch.arange(6),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "turned": torch.randn(5, 8).T,
+        "empty": torch.empty(0, 4),
+        "flags": torch.tensor([True, False, True]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+    }
     written(tensors, tmp_path, rng)
     stored = index.load(tmp_path)
     found = {name: stored[name].empty() for name in tensors}
@@ -119,12 +125,13 @@ def test_a_tensor_without_elements_is_written_once() -> None:
 
 
 GOOD: dict[str, Any] = {
-    "dtype": "float32", "shape": [4, 2],
+    "dtype": "float32",
+    "shape": [4, 2],
     "shards": [
         {"file": "shards-00000.safetensors", "offset": [0, 0], "shape": [1, 2]},
         {"file": "shards-00001.safetensors", "offset": [1, 0], "shape": [3, 2]},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +157,7 @@ GOOD: dict[str, Any] = {
         (["dtype"], "float64", "shards-00000.safetensors: weight is torch.float32"),
         (["dtype"], "load", "is not a dtype of torch"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_index_is_refused(where: list[Any], value: Any, said: str, tmp_path: Path) -> None:
     weight = torch.randn(4, 2)
     for rank, (at, stop) in enumerate(((0, 1), (1, 4))):
@@ -211,7 +218,7 @@ DIVIDED: dict[str, Any] = {"dtype": "float32", "shape": [4, 2], "first": 0, "cut
         ("padded", [9, 2], r"weight is torch.float32 \[2, 2\], not .* \[4, 2\]"),
         ("shape", [2**40, 2], "has the shape"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_division_is_refused(name: str, value: Any, said: str, tmp_path: Path) -> None:
     weight = torch.randn(4, 2)
     for rank in range(2):

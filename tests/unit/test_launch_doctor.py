@@ -29,15 +29,23 @@ from wordrun.launch.request import Decided, Identity
 from wordrun.launch.site import Site
 
 JOB = Job(
-    hosts=("a", "b"), cores=(8, 8), devices=(2, 2), slots=(2, 2), scheduler="slurm", id="7",
-    reasons={"hosts": "h"},
-)  # fmt: skip
+    hosts=("a", "b"), cores=(8, 8), devices=(2, 2), slots=(2, 2), scheduler="slurm", id="7", reasons={"hosts": "h"}
+)
 # 64 threads on 32 cores: core 8 has the threads 8 and 40.
 SITE = Site(name="made up", cores=64, cores_near_device=("0-7", "8-15"))
 HEALTHY = {
-    "host": "a", "problems": [], "size": 4, "local_size": 2, "mpi_size": 4, "meets": "", "cores": 4, "threads": "4",
-    "torch_s": 2.0, "devices": 2, "unreached": [],
-}  # fmt: skip
+    "host": "a",
+    "problems": [],
+    "size": 4,
+    "local_size": 2,
+    "mpi_size": 4,
+    "meets": "",
+    "cores": 4,
+    "threads": "4",
+    "torch_s": 2.0,
+    "devices": 2,
+    "unreached": [],
+}
 
 
 @pytest.fixture
@@ -154,8 +162,9 @@ def test_devices_that_torch_does_not_see(plan: LaunchPlan) -> None:
     assert "train.device=cpu" in wrong.remedy
     hides = found(counted, hidden="CUDA_VISIBLE_DEVICES=")
     assert (hides.state, hides.found.partition(":")[0]) == (
-        "warning", "CUDA_VISIBLE_DEVICES= hides the devices from the ranks"
-    )  # fmt: skip
+        "warning",
+        "CUDA_VISIBLE_DEVICES= hides the devices from the ranks",
+    )
     none = found(replace(plan, job=replace(JOB, devices=(0, 0))))
     assert (none.state, none.found) == ("ok", "none: the ranks run on CPUs")
 
@@ -230,8 +239,11 @@ def test_a_job_whose_launcher_is_missing(tmp_path: Path) -> None:
     assert info.returncode == 0, info.stderr
     rows = {line.split()[0]: line.split()[1] for line in info.stdout.splitlines() if not line.startswith(" ")}
     assert {name: rows[name] for name in ("hosts", "cores", "devices", "ranks")} == {
-        "hosts": "x3209c0s19b0n0", "cores": "64", "devices": "4", "ranks": "4"
-    }  # fmt: skip
+        "hosts": "x3209c0s19b0n0",
+        "cores": "64",
+        "devices": "4",
+        "ranks": "4",
+    }
     why = [
         "no mpiexec of pals: none next to this Python or in PATH",
         "  nothing at /opt/cray/pals/default/bin/mpiexec, /opt/cray/pals/*/bin/mpiexec",

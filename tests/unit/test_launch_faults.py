@@ -16,7 +16,7 @@ CURABLE = {
     "mpiexec: No VNIs available": (),
     "CXI alloc failed on cxi0: request exceeds PTEs, TXQs": (),
     "RuntimeError: The server socket has failed to listen: EADDRINUSE, address already in use": (),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("line", "hosts"), CURABLE.items())

@@ -103,11 +103,22 @@ def test_variables_of_a_rank_under_srun(monkeypatch: pytest.MonkeyPatch) -> None
         found = guardian.environment(made, 4, {"generation": 2, "port": 1234, "env": {"WORDRUN_RESUME": "auto"}})
         ours.close()
     expected = {
-        "RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1",
-        "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "5",
-        "SLURM_STEP_TASKS_PER_NODE": "3,2", "MASTER_PORT": "1234", "WORDRUN_LAUNCHER": "local",
-        "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "4", "WORDRUN_RESUME": "auto",
-    }  # fmt: skip
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "SLURM_PROCID": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "5",
+        "SLURM_STEP_TASKS_PER_NODE": "3,2",
+        "MASTER_PORT": "1234",
+        "WORDRUN_LAUNCHER": "local",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "4",
+        "WORDRUN_RESUME": "auto",
+    }
     assert {name: found[name] for name in expected} == expected
     assert not {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & {*found}
 

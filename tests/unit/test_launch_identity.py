@@ -93,9 +93,11 @@ def test_dry_run_shows_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     slurm = {
-        "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "localhost", "SLURM_RESTART_COUNT": "1",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_RESTART_COUNT": "1",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     text = dry(slurm)
     reason = "begun by this job before it was requeued (SLURM_RESTART_COUNT=1)"
     assert f"export WORDRUN_RUN_ID=begun  # {reason}\n" in text

@@ -98,10 +98,25 @@ def test_every_option_is_read() -> None:
     ]
     options = parse([*words, "--launcher-args", "-a 'b c'", "run"])
     assert options == Options(
-        np=4, nodes=1, ppn=4, hostfile="F", site="S", scheduler="none", launcher="hydra", oversubscribe=True,
-        cpu_bind="core", env=(("A", "1"), ("B", "x=y"), ("C", "")), launcher_args=("-a", "b c"), dry_run=True,
-        json=True, info=True, idle_timeout=1.5, help=True, version=True, command=("run",),
-    )  # fmt: skip
+        np=4,
+        nodes=1,
+        ppn=4,
+        hostfile="F",
+        site="S",
+        scheduler="none",
+        launcher="hydra",
+        oversubscribe=True,
+        cpu_bind="core",
+        env=(("A", "1"), ("B", "x=y"), ("C", "")),
+        launcher_args=("-a", "b c"),
+        dry_run=True,
+        json=True,
+        info=True,
+        idle_timeout=1.5,
+        help=True,
+        version=True,
+        command=("run",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +220,7 @@ def test_help_explains_every_option(columns: int, monkeypatch: pytest.MonkeyPatc
         (["no-such-command"], 127, "launch: no-such-command: command not found"),
         (["./none.py"], 127, "launch: ./none.py: command not found: no such file"),
     ],
-)  # fmt: skip
+)
 def test_one_message_and_nothing_started(tmp_path: Path, words: Sequence[str], status: int, message: str) -> None:
     run = launch(*words, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (status, "")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -35,16 +36,24 @@ from wordrun.launch.schedulers import find_job
 pytestmark = pytest.mark.unit
 
 LAPTOP = Job(
-    hosts=("box",), cores=(8,), devices=(0,), slots=(1,),
+    hosts=("box",),
+    cores=(8,),
+    devices=(0,),
+    slots=(1,),
     reasons={"scheduler": "this machine", "hosts": "h", "cores": "c", "devices": "d"},
-)  # fmt: skip
+)
 GPU_BOX = Job(hosts=("box",), cores=(64,), devices=(4,), slots=(4,), reasons=LAPTOP.reasons)
 TWO_NODES = Job(hosts=("a", "b"), cores=(8, 8), devices=(2, 1), slots=(2, 1), scheduler="pbs", id="7")
 DECIDED = Decided(
-    launch_id="1-aa", run=Identity("20260102-030405-abcd"), port=12345, cwd="/home/u",
-    folder="/home/u/outputs/launches", status_dir="/tmp/s", own_bin="/venv/bin",
+    launch_id="1-aa",
+    run=Identity("20260102-030405-abcd"),
+    port=12345,
+    cwd="/home/u",
+    folder="/home/u/outputs/launches",
+    status_dir="/tmp/s",
+    own_bin="/venv/bin",
     interfaces=("eth0", "lo"),
-)  # fmt: skip
+)
 PATHS = {"hydra": "/opt/mpiexec", "openmpi": "/opt/mpirun", "torchrun": "/venv/bin/python", "local": ""}
 HYDRA = LAUNCHERS["hydra"]("/opt/mpiexec", "test")
 RANK = ["/bin/sh", RANK_ENV, "python", "x.py"]
@@ -109,10 +118,13 @@ def test_more_ranks_than_the_machine_holds_are_refused(
 
 def test_golden_torchrun() -> None:
     assert list(plan("torchrun").argv) == [
-        "/venv/bin/python", "-m", "torch.distributed.run", "--nnodes", "1", "--node-rank", "0",
-        "--nproc-per-node", "2", "--rdzv-backend", "static", "--max-restarts", "0",
-        "--master-addr", "127.0.0.1", "--master-port", "12345", "--no-python", *RANK,
-    ]  # fmt: skip
+        *shlex.split("""
+        /venv/bin/python -m torch.distributed.run --nnodes 1 --node-rank 0
+        --nproc-per-node 2 --rdzv-backend static --max-restarts 0
+        --master-addr 127.0.0.1 --master-port 12345 --no-python
+    """),
+        *RANK,
+    ]
 
 
 def test_golden_local() -> None:
@@ -213,13 +225,19 @@ GRANTS: list[tuple[dict[str, str], int, int, int | None, str]] = [
     ({"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "8", "SLURM_CPUS_ON_NODE": "2"}, 8, 1, 2, "SLURM_CPUS_ON_NODE"),
     (
         {"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_CPUS_PER_TASK": "3", "SLURM_TASKS_PER_NODE": "2"},
-        8, 2, 3, "SLURM_CPUS_PER_TASK",
+        8,
+        2,
+        3,
+        "SLURM_CPUS_PER_TASK",
     ),
     (
         {"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "4"},
-        8, 1, 8, "",  # one rank in the place of four tasks
+        8,
+        1,
+        8,
+        "",  # one rank in the place of four tasks
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("env", "cores", "ranks", "threads", "why"), GRANTS)
@@ -237,12 +255,12 @@ def test_threads_are_bounded_by_what_the_scheduler_granted(
 
 
 def test_stale_variables_are_removed() -> None:
-    stale = [
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
-        "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "PMIX_RANK", "PALS_RANKID",
-        "PALS_LOCAL_SIZE", "PALS_HOSTLIST", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT",
-        "WORDRUN_LAUNCH_ID", "WORDRUN_STATUS_DIR",
-    ]  # fmt: skip
+    stale = shlex.split("""
+        RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK ROLE_RANK ROLE_NAME
+        TORCHELASTIC_RUN_ID OMPI_COMM_WORLD_RANK PMI_RANK PMI_FD PMIX_RANK PALS_RANKID
+        PALS_LOCAL_SIZE PALS_HOSTLIST MPI_LOCALRANKID MPI_LOCALNRANKS MASTER_ADDR MASTER_PORT
+        WORDRUN_LAUNCH_ID WORDRUN_STATUS_DIR
+    """)
     kept = ["WORDRUN_DATA_HOME", "WANDB_API_KEY", "OMP_NUM_THREADS", "RANKING", "SLURM_JOB_ID", "OMPI_MCA_btl"]
     kept += ["PALS_PMI", "PALS_TRANSFER", "PALS_CPU_BIND", "PALS_NRANKS"]  # options of its mpiexec
     assert all(is_stale(name) for name in stale)
@@ -303,12 +321,22 @@ def test_an_impossible_layout_is_refused_with_one_that_fits(asked: dict[str, int
 @pytest.mark.parametrize(
     ("name", "hidden"),
     [
-        ("WANDB_API_KEY", True), ("HF_TOKEN", True), ("my_secret_thing", True), ("DB_PASSWORD", True),
-        ("CREDENTIALS", True), ("apikey2", True), ("tracker.api_key", True),
-        ("TOKENIZERS_PARALLELISM", False), ("data.tokenizer", False), ("KEYBOARD", False), ("PATH", False),
-        ("train.sample_tokens", False), ("data.text_key", False), ("my.sample_token", True),
+        ("WANDB_API_KEY", True),
+        ("HF_TOKEN", True),
+        ("my_secret_thing", True),
+        ("DB_PASSWORD", True),
+        ("CREDENTIALS", True),
+        ("apikey2", True),
+        ("tracker.api_key", True),
+        ("TOKENIZERS_PARALLELISM", False),
+        ("data.tokenizer", False),
+        ("KEYBOARD", False),
+        ("PATH", False),
+        ("train.sample_tokens", False),
+        ("data.text_key", False),
+        ("my.sample_token", True),
     ],
-)  # fmt: skip
+)
 def test_secrets_are_hidden(name: str, hidden: bool) -> None:
     assert mask(name, "value") == ("***" if hidden else "value")
     assert mask_words([f"--{name}=value", f"+{name}=value", "value"]) == (

@@ -111,8 +111,6 @@ def test_options_that_points_cannot_have(option: str, command: str) -> None:
 def test_a_study_is_not_started_as_ranks(command: str, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*option, "-N", "8", "--", *command.split()]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[:2] == [
-        "launch: a study launches its points itself, so call it without launch", f"launch:   {command}"
-    ]  # fmt: skip
+    assert said[:2] == ["launch: a study launches its points itself, so call it without launch", f"launch:   {command}"]
     submitted = shlex.join(["launch", "--submit", "--walltime", "H:MM:SS", *option, "-N", "8", "--", *command.split()])
     assert said[3] == f"launch:   {submitted}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +32,11 @@ def killed(trainer, lr):
 Trainer._train_step = killed
 sys.exit(cli.main())
 """
-TINY = [
-    "data=sample", "tracker=jsonl", "train.max_iters=12", "train.log_interval=1", "train.eval_interval=100",
-    "train.checkpoint_interval=3", "model.n_layer=1", "model.n_head=1", "model.n_embd=16", "model.block_size=16",
-    "model.batch_size=2", "train.dtype=fp32", "train.sample_tokens=0", "hydra.run.dir=run",
-]  # fmt: skip
+TINY = shlex.split("""
+    data=sample tracker=jsonl train.max_iters=12 train.log_interval=1 train.eval_interval=100
+    train.checkpoint_interval=3 model.n_layer=1 model.n_head=1 model.n_embd=16 model.block_size=16
+    model.batch_size=2 train.dtype=fp32 train.sample_tokens=0 hydra.run.dir=run
+""")
 
 
 @pytest.mark.parametrize(("steps", "status"), [("4 8", 0), ("4 4 4", 137)])

@@ -145,7 +145,7 @@ def test_a_node_file_that_repeats_its_hosts(cluster: Cluster) -> None:
         ({"cpu_bind": "none"}, "-n 8 --ppn 4 --hostfile {job} --cpu-bind none"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_parts_of_a_polaris_job(cluster: Cluster, asked: dict[str, Any], expected: str) -> None:
     env = cluster.pbs("polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov", POLARIS)
     plan = cluster.plan(env, "x3209c0s19b0n0", "pals", devices=4, **asked)
@@ -161,10 +161,14 @@ def test_aurora(cluster: Cluster) -> None:
         f"pals --envall --line-buffer -n 24 --ppn 12 --hostfile {cluster.nodefile} --cpu-bind list:{ONE_DEVICE_EACH}"
     )
     expected = {
-        "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi",
-        "FI_MR_CACHE_MONITOR": "userfaultfd", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT",
-        "MASTER_ADDR": "x4114c1s7b0n0.hsn.cm.aurora.alcf.anl.gov", "WORDRUN_WORLD_SIZE": "24",
-    }  # fmt: skip
+        "CCL_PROCESS_LAUNCHER": "pmix",
+        "CCL_ATL_TRANSPORT": "mpi",
+        "CCL_KVS_MODE": "mpi",
+        "FI_MR_CACHE_MONITOR": "userfaultfd",
+        "ZE_FLAT_DEVICE_HIERARCHY": "FLAT",
+        "MASTER_ADDR": "x4114c1s7b0n0.hsn.cm.aurora.alcf.anl.gov",
+        "WORDRUN_WORLD_SIZE": "24",
+    }
     assert {name: plan.env[name] for name in expected} == expected
     assert "oneCCL" in plan.reasons["CCL_PROCESS_LAUNCHER"]
 
@@ -177,11 +181,18 @@ def test_sunspot(cluster: Cluster) -> None:
         f"pals --envall --line-buffer -n 24 --ppn 12 --hostfile {cluster.nodefile} --cpu-bind list:{ONE_DEVICE_EACH}"
     )
     expected = {
-        "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi",
-        "FI_MR_CACHE_MONITOR": "userfaultfd", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT", "TMPDIR": "/tmp",
-        "https_proxy": "http://proxy.alcf.anl.gov:3128", "MASTER_ADDR": "x1921c0s2b0n0", "WORDRUN_WORLD_SIZE": "24",
-        "OMP_NUM_THREADS": "4", "WORDRUN_DEVICES": "12 (site sunspot)",
-    }  # fmt: skip
+        "CCL_PROCESS_LAUNCHER": "pmix",
+        "CCL_ATL_TRANSPORT": "mpi",
+        "CCL_KVS_MODE": "mpi",
+        "FI_MR_CACHE_MONITOR": "userfaultfd",
+        "ZE_FLAT_DEVICE_HIERARCHY": "FLAT",
+        "TMPDIR": "/tmp",
+        "https_proxy": "http://proxy.alcf.anl.gov:3128",
+        "MASTER_ADDR": "x1921c0s2b0n0",
+        "WORDRUN_WORLD_SIZE": "24",
+        "OMP_NUM_THREADS": "4",
+        "WORDRUN_DEVICES": "12 (site sunspot)",
+    }
     assert {name: plan.env[name] for name in expected} == expected
     assert plan.site.name == "sunspot"
 
@@ -248,9 +259,13 @@ def test_juwels(cluster: Cluster) -> None:
 
 def test_baskerville(cluster: Cluster) -> None:
     env = slurm(
-        "bask-pg0308u06a,bask-pg0309u11a", "36(x2)", SLURM_JOB_PARTITION="baskerville-a100_40",
-        SLURM_MEM_PER_CPU="1", SLURM_TRES_PER_TASK="cpu:8", SLURM_CPUS_PER_GPU="36",
-    )  # fmt: skip
+        "bask-pg0308u06a,bask-pg0309u11a",
+        "36(x2)",
+        SLURM_JOB_PARTITION="baskerville-a100_40",
+        SLURM_MEM_PER_CPU="1",
+        SLURM_TRES_PER_TASK="cpu:8",
+        SLURM_CPUS_PER_GPU="36",
+    )
     plan = cluster.plan(env, "bask-pg0308u06a.cluster.baskerville.ac.uk", "srun")
     assert plan.hosts == ("bask-pg0308u06a", "bask-pg0309u11a")
     assert words(plan) == "srun -u -N 2 -n 8 --ntasks-per-node=4 -c 9 --gpus-per-node=4 --gpu-bind=none " + STEP
@@ -333,9 +348,16 @@ def test_open_mpi_hands_on_what_the_user_exported(cluster: Cluster) -> None:
 
 def test_an_interactive_shell_of_salloc_is_not_a_rank(cluster: Cluster) -> None:
     env = slurm(
-        "nid001096", "128", SLURM_STEP_ID="4294967290", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0",
-        SLURM_JOB_NAME="interactive", SLURM_GPUS_ON_NODE="4", NERSC_HOST="perlmutter",
-    )  # fmt: skip
+        "nid001096",
+        "128",
+        SLURM_STEP_ID="4294967290",
+        SLURM_STEP_NUM_TASKS="1",
+        SLURM_PROCID="0",
+        SLURM_LOCALID="0",
+        SLURM_JOB_NAME="interactive",
+        SLURM_GPUS_ON_NODE="4",
+        NERSC_HOST="perlmutter",
+    )
     assert words(cluster.plan(env, "nid001096", "srun")).startswith("srun -u -N 1 -n 4 --ntasks-per-node=4 -c 32 ")
 
 
@@ -350,7 +372,8 @@ BAD_JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
     "node file missing": ({"PBS_JOBID": "1", "PBS_NODEFILE": "/none"}, ["PBS_NODEFILE=/none", "No such file"]),
     "node file empty": ({"PBS_JOBID": "1", "PBS_NODEFILE": "/dev/null"}, ["PBS_NODEFILE=/dev/null is empty"]),
     "node file with something else": (
-        {"PBS_JOBID": "1", "PBS_NODEFILE": __file__}, ["should be the name of one host", __file__]
+        {"PBS_JOBID": "1", "PBS_NODEFILE": __file__},
+        ["should be the name of one host", __file__],
     ),
     "inside a rank": (
         {"PBS_JOBID": "1", "PBS_NODEFILE": "/none", "PALS_RANKID": "3"},
@@ -361,10 +384,8 @@ BAD_JOBS: dict[str, tuple[dict[str, str], list[str]]] = {
     "counts do not parse": (slurm("n1", "4x2"), ["SLURM_JOB_CPUS_PER_NODE", "4x2"]),
     "too few counts": (slurm("n[1-3]", "4,4"), ["counts 2 nodes", "names 3"]),
     "heterogeneous": (slurm("n1", "4", SLURM_HET_SIZE="2"), ["SLURM_HET_SIZE=2", "heterogeneous"]),
-    "inside a step": (
-        slurm("n1", "4", SLURM_STEP_ID="5", SLURM_PROCID="1"), ["task 1 of step 5", "--scheduler none"]
-    ),
-}  # fmt: skip
+    "inside a step": (slurm("n1", "4", SLURM_STEP_ID="5", SLURM_PROCID="1"), ["task 1 of step 5", "--scheduler none"]),
+}
 
 
 @pytest.mark.parametrize(("env", "says"), BAD_JOBS.values(), ids=BAD_JOBS)
@@ -389,12 +410,21 @@ def test_a_hostfile_with_a_host_outside_the_job(cluster: Cluster, tmp_path: Path
 # Sites
 
 HOSTS = {
-    "x3209c0s19b0n0": "polaris", "polaris-login-02": "polaris", "x4407c6s2b0n0": "aurora", "aurora-uan-0009": "aurora",
-    "x1921c0s2b0n0.hostmgmt2000.cm.americas.sgi.com": "sunspot", "x1000c0s0b1n1": "crux", "sophia-gpu-03": "sophia",
-    "frontier00001": "frontier", "jwb0065.juwels": "juwels_booster",
-    "bask-pg0308u24a.cluster.baskerville.ac.uk": "baskerville", "orcd-login001": "engaging",
-    "nid001234": None, "login01": None, "laptop": None,
-}  # fmt: skip
+    "x3209c0s19b0n0": "polaris",
+    "polaris-login-02": "polaris",
+    "x4407c6s2b0n0": "aurora",
+    "aurora-uan-0009": "aurora",
+    "x1921c0s2b0n0.hostmgmt2000.cm.americas.sgi.com": "sunspot",
+    "x1000c0s0b1n1": "crux",
+    "sophia-gpu-03": "sophia",
+    "frontier00001": "frontier",
+    "jwb0065.juwels": "juwels_booster",
+    "bask-pg0308u24a.cluster.baskerville.ac.uk": "baskerville",
+    "orcd-login001": "engaging",
+    "nid001234": None,
+    "login01": None,
+    "laptop": None,
+}
 
 
 @pytest.mark.parametrize(("host", "name"), HOSTS.items())
@@ -471,7 +501,8 @@ BAD_VALUES = {
     "queues: {debug: {nodes: 4}}": ["queues.debug.nodes: 4 should be [least, most] nodes"],
     "queues: {debug: {nodes: [4, 1]}}": ["queues.debug.nodes: [4, 1] should be [least, most] nodes"],
     "submit: {filesytems: home, acount_needed: true}": [
-        "unknown key 'filesytems'; did you mean 'filesystems'?", "unknown key 'acount_needed'",
+        "unknown key 'filesytems'; did you mean 'filesystems'?",
+        "unknown key 'acount_needed'",
     ],
     "submit: {queue_needed: 1}": ["submit.queue_needed: 1 should be true or false"],
     "submit: {queue_option: qos}": ["submit.queue_option: 'qos' should be an option of sbatch"],
@@ -480,7 +511,7 @@ BAD_VALUES = {
     "{scheduler: pbs, submit: {directives: ['-l n={devices}']}}": ["pbs has no placeholders"],
     "{devises: 4, devices: four}": ["unknown key 'devises'", "should be a whole number"],
     "{devises: 4, cores: 0, submit: {a: 1}}": ["unknown key 'devises'", "cores: 0", "submit: unknown key 'a'"],
-}  # fmt: skip
+}
 BAD_FILES = {
     "scheduler: lsf": [": scheduler: 'lsf' should be one of pbs, slurm"],
     "devices: 4": [": scheduler is missing: it should be one of pbs, slurm"],

@@ -122,11 +122,17 @@ def test_preemptable_jobs_may_run_again() -> None:
 
 # The options that a site's users would give, beside the account and the walltime.
 ASKED = {
-    "aurora": "-N 2 --queue debug", "baskerville": "-N 2 --queue arc", "crux": "-N 2 --queue debug",
-    "engaging": "-N 1 --ppn 2 --queue mit_normal_gpu", "frontier": "-N 2 --queue batch",
-    "juwels_booster": "-N 2 --queue develbooster", "perlmutter": "-N 2 --queue regular",
-    "polaris": "-N 2 --queue debug", "sophia": "-n 4 --queue by-gpu", "sunspot": "-N 2",
-}  # fmt: skip
+    "aurora": "-N 2 --queue debug",
+    "baskerville": "-N 2 --queue arc",
+    "crux": "-N 2 --queue debug",
+    "engaging": "-N 1 --ppn 2 --queue mit_normal_gpu",
+    "frontier": "-N 2 --queue batch",
+    "juwels_booster": "-N 2 --queue develbooster",
+    "perlmutter": "-N 2 --queue regular",
+    "polaris": "-N 2 --queue debug",
+    "sophia": "-n 4 --queue by-gpu",
+    "sunspot": "-N 2",
+}
 
 
 @pytest.mark.parametrize("name", site_files.site_files({"HOME": "/nobody"}))
@@ -231,11 +237,13 @@ def test_a_python_outside_an_environment(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("scheduler: slurm\nmodules: [module load Python]\n")
     for where, prefix, lines in (
         (None, str(tmp_path), [f"export PATH={tmp_path}/bin:$PATH", setup.format(f" {tmp_path}")]),
-        (str(tmp_path / "mine.yaml"), str(tmp_path), [
-            "module load Python", f"export PATH={tmp_path}/bin:$PATH", setup.format(f" {tmp_path}")
-        ]),
+        (
+            str(tmp_path / "mine.yaml"),
+            str(tmp_path),
+            ["module load Python", f"export PATH={tmp_path}/bin:$PATH", setup.format(f" {tmp_path}")],
+        ),
         (str(tmp_path / "mine.yaml"), "/usr", ["module load Python", setup.format("")]),
-    ):  # fmt: skip
+    ):
         known = site_files.find(where, "", {"HOME": "/nobody"})[0]
         options = parse(["--submit", "--walltime", "1:00:00", "true"])
         text = script(options, known, SCHEDULERS["slurm"], Origin("/p", prefix, "/s.sh"), RUN_ID)
@@ -264,9 +272,13 @@ def test_a_conda_environment_is_the_jobs_too(tmp_path: Path, conda: Path, site_t
     if has_conda:
         program(tmp_path / "bin", "conda", f'echo "conda $*"; [ "$2" = "{conda}" ]')
     env = {
-        "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config"), "WHERE": "here", "VIRTUAL_ENV": "/other",
-        "CONDA_PREFIX": "", "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
-    }  # fmt: skip
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "WHERE": "here",
+        "VIRTUAL_ENV": "/other",
+        "CONDA_PREFIX": "",
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+    }
     known, _ = site_files.find(None, "", env)
     assert known.name
     place = Origin(str(tmp_path), str(conda), str(Path(__file__).parents[2] / "bin" / "setup.sh"))
@@ -335,7 +347,7 @@ MARGINS = {
     "a command that does not train": ("--walltime 1:00:00 -- python -m wordrun prepare data=sample", None),
     "a program that may know no SIGUSR1": ("--walltime 1:00:00 -- python train.py wordrun.yaml", None),
     "one with an option of that name": ("--walltime 1:00:00 -- python train.py --project wordrun lr=1", None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("words", "seconds"), MARGINS.values(), ids=MARGINS)
@@ -367,7 +379,7 @@ ENDINGS = {
     "a link that was cancelled": ("slurm", 3, "kill $PPID; exit 75", 75, ""),
     "pbs, saved": ("pbs", 1, "exit 75", 75, ""),
     "pbs, a link that has saved": ("pbs", 3, "exit 75", 0, ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("scheduler", "chain", "ranks", "status", "asked"), ENDINGS.values(), ids=ENDINGS)
@@ -388,9 +400,7 @@ def test_how_a_job_script_ends(tmp_path: Path, scheduler: str, chain: int, ranks
 MISTAKES = {
     "no walltime, no account": (["-N", "1"], ["--walltime H:MM:SS", "--account PROJECT"]),
     "queue": (["--walltime", "1:00:00", "--account", "X", "--queue", "debugg"], ["did you mean 'debug'?"]),
-    "nodes": (
-        ["--walltime", "1:00:00", "--account", "X", "--queue", "debug", "-N", "3"], ["debug takes 1 to 2 nodes"]
-    ),
+    "nodes": (["--walltime", "1:00:00", "--account", "X", "--queue", "debug", "-N", "3"], ["debug takes 1 to 2 nodes"]),
     "gpus and cores": (
         ["--walltime", "1:00:00", "--account", "X", "--gpus", "2", "--cores", "99"],
         [
@@ -399,10 +409,11 @@ MISTAKES = {
         ],
     ),
     "ranks": (
-        ["--walltime", "1:00:00", "--account", "X", "-n", "5", "--ppn", "4"], ["-n 5 on 2 nodes contradicts --ppn 4"]
+        ["--walltime", "1:00:00", "--account", "X", "-n", "5", "--ppn", "4"],
+        ["-n 5 on 2 nodes contradicts --ppn 4"],
     ),
     "hours": (["--walltime", "2:00:00", "--account", "X", "--queue", "debug"], ["ends jobs after 1 h"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES.values(), ids=MISTAKES)
@@ -522,11 +533,14 @@ def test_a_chain_of_pbs_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", env["PATH"])
     assert submit(SCHEDULERS["pbs"], "job.sh", 3, env) == ["1.server", "2.server", "3.server"]
     assert (tmp_path / "calls").read_text().splitlines() == [
-        "job.sh", "-W depend=afterany:1.server job.sh", "-W depend=afterany:2.server job.sh"
-    ]  # fmt: skip
+        "job.sh",
+        "-W depend=afterany:1.server job.sh",
+        "-W depend=afterany:2.server job.sh",
+    ]
     assert [shlex.join(words) for words in commands(SCHEDULERS["pbs"], "job.sh", ["1.server", "2.server"])] == [
-        "qsub job.sh", "qsub -W depend=afterany:1.server job.sh"
-    ]  # fmt: skip
+        "qsub job.sh",
+        "qsub -W depend=afterany:1.server job.sh",
+    ]
     assert SCHEDULERS["slurm"].submit_command("job.sh", "17") == [
         "sbatch",
         "--parsable",
@@ -577,8 +591,11 @@ def test_json_for_scripts(tmp_path: Path) -> None:
     dry, real = got
     assert dry.keys() == real.keys()
     assert {name: dry[name] for name in ("site", "scheduler", "run_id", "jobs")} == {
-        "site": None, "scheduler": "pbs", "run_id": RUN_ID, "jobs": []
-    }  # fmt: skip
+        "site": None,
+        "scheduler": "pbs",
+        "run_id": RUN_ID,
+        "jobs": [],
+    }
     assert dry["commands"] == [["qsub", dry["path"]], ["qsub", "-W", "depend=afterany:JOB1", dry["path"]]]
     assert real["jobs"] == ["1.server", "2.server"]
     assert [shlex.join(words[1:]) for words in real["commands"]] == (tmp_path / "calls").read_text().splitlines()

@@ -55,9 +55,13 @@ def test_prefetched_batches_are_those_of_the_order(prefetch: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    tokens=st.integers(30, 200), block=st.integers(1, 6), size=st.integers(1, 2), ranks=st.integers(1, 5),
-    gas=st.integers(1, 2), seed=st.integers(0, 9),
-)  # fmt: skip
+    tokens=st.integers(30, 200),
+    block=st.integers(1, 6),
+    size=st.integers(1, 2),
+    ranks=st.integers(1, 5),
+    gas=st.integers(1, 2),
+    seed=st.integers(0, 9),
+)
 def test_all_ranks_together_see_every_sequence_once_an_epoch(
     tokens: int, block: int, size: int, ranks: int, gas: int, seed: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ def trained(small: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     """Return a folder with a run in outputs/latest with checkpoints of steps 2 and 4, and of the best one."""
     folder, keep = tmp_path_factory.mktemp("loading"), Keep()
     words = small(
-        "hooks=[ema]", "hooks.ema.decay=0.5", "train.eval_interval=1", "optimizer.warmup_iters=0", "schedule=constant",
-        "optimizer.learning_rate=0.05", "train.checkpoint_interval=2", "train.keep_checkpoints=9",
+        *shlex.split("""
+        hooks=[ema] hooks.ema.decay=0.5 train.eval_interval=1 optimizer.warmup_iters=0 schedule=constant
+        optimizer.learning_rate=0.05 train.checkpoint_interval=2 train.keep_checkpoints=9
+    """),
         f"hydra.run.dir={folder}/outputs/one",
-    )  # fmt: skip
+    )
     with wordrun.Trainer(wordrun.compose(words), hooks=[keep]) as trainer:
         trainer.train()
     (folder / "outputs/latest").unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,12 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.model import lora
 
 Words = Callable[..., list[str]]
-MODERN = (
-    "model=modern", "model.n_hidden=24", "train.checkpoint_interval=1", "train.keep_checkpoints=9",
-    "train.eval_interval=0", "train.sample_tokens=0", "train.save_best=false",
-)  # fmt: skip
+MODERN = tuple(
+    shlex.split("""
+    model=modern model.n_hidden=24 train.checkpoint_interval=1 train.keep_checkpoints=9
+    train.eval_interval=0 train.sample_tokens=0 train.save_best=false
+""")
+)
 
 
 def test_adapters_stay_with_the_checkpoint_that_they_began_with(

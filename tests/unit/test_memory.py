@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from conftest import Command
 
 GIB = 2**30
-SMALL = [
-    "data=sample", "tracker=jsonl", "train.max_iters=2", "train.eval_interval=0", "train.sample_tokens=0",
-    "train.dtype=fp32", "train.device=cpu", "model.n_layer=2", "model.n_embd=128",
-]  # fmt: skip
+SMALL = shlex.split("""
+    data=sample tracker=jsonl train.max_iters=2 train.eval_interval=0 train.sample_tokens=0
+    train.dtype=fp32 train.device=cpu model.n_layer=2 model.n_embd=128
+""")
 
 
 def fit(*words: str, ranks: int = 1) -> Fit:
@@ -295,8 +296,13 @@ def test_a_device_is_asked_for_its_free_memory(monkeypatch: pytest.MonkeyPatch) 
             if name == "mem_get_info" and not self.knows:
                 raise AttributeError(name)
             properties = type("Properties", (), {"total_memory": 40})
-            answers = {"mem_get_info": (30, 40), "memory_reserved": 5, "memory_allocated": 3,
-                       "device_count": self.count, "get_device_properties": properties}  # fmt: skip
+            answers = {
+                "mem_get_info": (30, 40),
+                "memory_reserved": 5,
+                "memory_allocated": 3,
+                "device_count": self.count,
+                "get_device_properties": properties,
+            }
             return lambda *device: answers[name]
 
     for asked, free in ((Asked(4), 32), (Asked(2), 16), (Asked(1), 32), (Asked(4, knows=False), 40)):

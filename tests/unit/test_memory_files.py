@@ -65,11 +65,16 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_held_file_is_what_shards_write_writes(tmp_path: Path) -> None:
     tensors = {
-        "matrix": torch.randn(3, 5), "transposed": torch.randn(4, 6).t(), "long": torch.arange(7),
-        "count": torch.tensor(3.5, dtype=torch.float64), "empty": torch.empty(0, 4), "half": torch.randn(3).bfloat16(),
-        "flag": torch.tensor([True]), "bytes": torch.arange(5, dtype=torch.uint8),
+        "matrix": torch.randn(3, 5),
+        "transposed": torch.randn(4, 6).t(),
+        "long": torch.arange(7),
+        "count": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "half": torch.randn(3).bfloat16(),
+        "flag": torch.tensor([True]),
+        "bytes": torch.arange(5, dtype=torch.uint8),
         "small": torch.randn(3).to(torch.float8_e4m3fn),
-    }  # fmt: skip
+    }
     mine, stored = own(tensors)
     complete = memory_file.write(tmp_path, mine, 0, stored)
     path = tmp_path / file_of(0)
@@ -112,9 +117,9 @@ def checkpoint(memory: NodeMemory, name: str = NAME) -> None:
     draft = memory.draft(name)
     mine, stored = own({"a": torch.ones(3)})
     memory_file.write(draft, mine, 0, stored)()
-    write_manifest(draft, {
-        "step": 20, "files": {}, "config": {}, "backend": {"kind": "shards"}, "shards": 1, "run": "today",
-    })  # fmt: skip
+    write_manifest(
+        draft, {"step": 20, "files": {}, "config": {}, "backend": {"kind": "shards"}, "shards": 1, "run": "today"}
+    )
     memory.publish(name)
 
 

@@ -160,9 +160,7 @@ def test_the_phases_of_a_step_add_up(alone: Clock) -> None:
     figures.add(RESULT, 0.001, 24)
     line = figures.line(TrainState(step=1))
     # The collective within the forward pass, and the phase, of which the other collective is a part.
-    expected = {
-        "dt_hooks": 0.04, "dt_data": 0.01, "dt_optimizer": 0.01, "dt_comm": 0.04, "dtf": 0.0, "dtb": 0.01
-    }  # fmt: skip
+    expected = {"dt_hooks": 0.04, "dt_data": 0.01, "dt_optimizer": 0.01, "dt_comm": 0.04, "dtf": 0.0, "dtb": 0.01}
     assert {name: line[name] for name in expected} == pytest.approx(expected, abs=1e-9)
     parts = ("dt_data", "dtf", "dtb", "dt_comm", "dt_optimizer")
     assert line["dt"] == pytest.approx(sum(line[name] for name in parts), rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -189,10 +190,14 @@ def test_each_expert_is_a_matrix_of_its_own_for_muon() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_logs_the_loads_and_resumes_exactly(optimizer: str, small: Words, tmp_path: Path) -> None:
     words = [
-        "model=moe_debug", f"optimizer={optimizer}", "model.n_experts=4", "model.n_hidden=16", "model.n_kv_head=1",
-        "model.balance_rate=0.01", "model.balance_loss=0.01", "train.log_interval=1", "optimizer.gas=2",
-        "optimizer.lr_decay_iters=4", "train.checkpoint_interval=2", "train.sample_tokens=0",
-    ]  # fmt: skip
+        "model=moe_debug",
+        f"optimizer={optimizer}",
+        *shlex.split("""
+        model.n_experts=4 model.n_hidden=16 model.n_kv_head=1
+        model.balance_rate=0.01 model.balance_loss=0.01 train.log_interval=1 optimizer.gas=2
+        optimizer.lr_decay_iters=4 train.checkpoint_interval=2 train.sample_tokens=0
+    """),
+    ]
 
     def run(name: str, *more: str) -> list[dict[str, Any]]:
         cfg = wordrun.compose([*small(*words), *more, f"hydra.run.dir={tmp_path / name}"])

@@ -79,8 +79,15 @@ def muon(cfg: MuonConfig, parameters: dict[str, Tensor], **hidden: Rows) -> Muon
 def test_two_steps_by_hand(nesterov: bool, scale: str, factor: float) -> None:
     torch.manual_seed(0)
     weight, first, second = torch.randn(3, 6, 4)
-    cfg = MuonConfig(learning_rate=0.1, weight_decay=0.5, momentum=0.8, nesterov=nesterov, scale=scale,
-                     ns_steps=40, ns_coefficients=EXACT)  # fmt: skip
+    cfg = MuonConfig(
+        learning_rate=0.1,
+        weight_decay=0.5,
+        momentum=0.8,
+        nesterov=nesterov,
+        scale=scale,
+        ns_steps=40,
+        ns_coefficients=EXACT,
+    )
     optimizer = muon(cfg, {"w": weight}, w=Rows())
     mean = torch.zeros(6, 4)
     (parameter,) = optimizer.param_groups[0]["params"]
@@ -94,8 +101,9 @@ def test_two_steps_by_hand(nesterov: bool, scale: str, factor: float) -> None:
 
 
 def test_cautious_decay_leaves_weights_that_grow() -> None:
-    cfg = MuonConfig(learning_rate=0.1, weight_decay=0.5, cautious=True, scale="spectral", ns_steps=40,
-                     ns_coefficients=EXACT)  # fmt: skip
+    cfg = MuonConfig(
+        learning_rate=0.1, weight_decay=0.5, cautious=True, scale="spectral", ns_steps=40, ns_coefficients=EXACT
+    )
     optimizer = muon(cfg, {"w": torch.tensor([[2.0, 0.0], [0.0, 2.0]])}, w=Rows())
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = torch.tensor([[1.0, 0.0], [0.0, -1.0]])
@@ -107,8 +115,15 @@ def test_queries_keys_and_values_are_orthogonalized_separately() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(12, 4)
     for split, count in (("none", 1), ("qkv", 3), ("heads", 6)):
-        cfg = MuonConfig(learning_rate=1.0, weight_decay=0.0, nesterov=False, scale="spectral", split=split,
-                         ns_steps=40, ns_coefficients=EXACT)  # fmt: skip
+        cfg = MuonConfig(
+            learning_rate=1.0,
+            weight_decay=0.0,
+            nesterov=False,
+            scale="spectral",
+            split=split,
+            ns_steps=40,
+            ns_coefficients=EXACT,
+        )
         optimizer = muon(cfg, {"w": torch.zeros(12, 4)}, w=Rows(heads=2, kinds=3))
         (parameter,) = optimizer.param_groups[0]["params"]
         parameter.grad = gradient.clone()
@@ -148,8 +163,9 @@ def test_a_loaded_state_continues_bit_for_bit() -> None:
 
     def train(optimizer: Muon, steps: range) -> None:
         for number in steps:
-            for p, gradient in zip((p for g in optimizer.param_groups for p in g["params"]), gradients[number],
-                                   strict=True):  # fmt: skip
+            for p, gradient in zip(
+                (p for g in optimizer.param_groups for p in g["params"]), gradients[number], strict=True
+            ):
                 p.grad = gradient[: len(p)].clone() if p.dim() > 1 else gradient[0].clone()
             optimizer.step()
 

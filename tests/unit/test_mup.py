@@ -39,9 +39,12 @@ MODELS = {
     "modern": ModernConfig(**SHAPE, n_embd=32, zero_init=False),
 }
 OPTIMIZERS = {
-    "adamw": ["optimizer=adamw"], "lion": ["optimizer=lion"], "sgd": ["optimizer=sgd"],
-    "muon": ["optimizer=muon"], "muon-spectral": ["optimizer=muon", "optimizer.scale=spectral"],
-}  # fmt: skip
+    "adamw": ["optimizer=adamw"],
+    "lion": ["optimizer=lion"],
+    "sgd": ["optimizer=sgd"],
+    "muon": ["optimizer=muon"],
+    "muon-spectral": ["optimizer=muon", "optimizer.scale=spectral"],
+}
 
 
 composed = functools.cache(lambda *words: wordrun.compose(words))
@@ -87,8 +90,12 @@ def test_hidden_matrices_start_smaller_and_others_do_not(cfg: TransformerConfig)
 
 
 RATES = {  # of hidden matrices, and of all others, at 4 times the base width
-    "adamw": (1 / 4, 1.0), "lion": (1 / 4, 1.0), "sgd": (1.0, 4.0), "muon": (1 / 2, 1.0), "muon-spectral": (1.0, 1.0),
-}  # fmt: skip
+    "adamw": (1 / 4, 1.0),
+    "lion": (1 / 4, 1.0),
+    "sgd": (1.0, 4.0),
+    "muon": (1 / 2, 1.0),
+    "muon-spectral": (1.0, 1.0),
+}
 
 
 @pytest.mark.parametrize("cfg", MODELS.values(), ids=MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,11 +24,11 @@ from wordrun.config.schema import Config
 from wordrun.model.options import ModelConfig
 from wordrun.train.optim.options import OptimizerConfig
 
-DIGITS = [
-    "data=digits", "model=small_net", "optimizer=other", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu",
-    "train.max_iters=6", "train.log_interval=1", "train.eval_interval=0", "model.batch_size=8", "schedule=constant",
-    "optimizer.warmup_iters=0", "optimizer.learning_rate=0.1", "hydra.run.dir=run",
-]  # fmt: skip
+DIGITS = shlex.split("""
+    data=digits model=small_net optimizer=other tracker=jsonl train.dtype=fp32 train.device=cpu
+    train.max_iters=6 train.log_interval=1 train.eval_interval=0 model.batch_size=8 schedule=constant
+    optimizer.warmup_iters=0 optimizer.learning_rate=0.1 hydra.run.dir=run
+""")
 
 
 @dataclass
@@ -112,8 +113,11 @@ def test_values_of_groups_and_dtypes_of_states_are_resumed_to_the_bit(other: Any
         assert torch.equal(ours["weight_sum"], theirs["weight_sum"])
     for ours, theirs in zip(resumed.state.values(), expected.state.values(), strict=True):
         assert {key: getattr(value, "dtype", int) for key, value in ours.items()} == {
-            "mean": torch.bfloat16, "step": int, "count": torch.int64, "wide": torch.float64,
-        }  # fmt: skip
+            "mean": torch.bfloat16,
+            "step": int,
+            "count": torch.int64,
+            "wide": torch.float64,
+        }
         assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in theirs)
 
 
@@ -132,9 +136,18 @@ def sgd() -> tuple[torch.optim.Optimizer, dict[nn.Parameter, str]]:
 
 
 VALUES = {
-    "count": 7, "rate": 0.1, "infinite": float("inf"), "on": True, "name": "x", "none": None, "list": [1, [2.5]],
-    "tuple": (0.9, 0.99), "dict": {"best": 3}, "tensor": torch.tensor([0.1]), "steps": torch.tensor(3),
-}  # fmt: skip
+    "count": 7,
+    "rate": 0.1,
+    "infinite": float("inf"),
+    "on": True,
+    "name": "x",
+    "none": None,
+    "list": [1, [2.5]],
+    "tuple": (0.9, 0.99),
+    "dict": {"best": 3},
+    "tensor": torch.tensor([0.1]),
+    "steps": torch.tensor(3),
+}
 
 
 def test_values_of_groups_come_back_as_they_were() -> None:
@@ -148,8 +161,11 @@ def test_values_of_groups_come_back_as_they_were() -> None:
     (text,) = saved.tensors(names, "a").values()
     fresh, their_names = sgd()
     a, b, c = their_names
-    fresh.param_groups[:] = [{**fresh.param_groups[0], "params": [c]}, {**fresh.param_groups[0], "params": [b, a]},
-                             {**fresh.param_groups[0], "params": []}]  # fmt: skip
+    fresh.param_groups[:] = [
+        {**fresh.param_groups[0], "params": [c]},
+        {**fresh.param_groups[0], "params": [b, a]},
+        {**fresh.param_groups[0], "params": []},
+    ]
     restored = GroupValues(fresh, "optimizer=other")
     restored.load([text], their_names)
     assert [group["number"] for group in fresh.param_groups] == [1, 0, 2], "groups are found by their parameters"
@@ -187,8 +203,13 @@ def test_a_changed_value_that_cannot_be_saved_is_named(value: Any) -> None:
 
 
 def test_values_that_cannot_be_read_are_a_damaged_checkpoint(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json, "dumps", lambda value, real=json.dumps, **kw: real(value, **kw).replace('"d": {', '"d": ['
-                        if isinstance(value, list) and value and "names" in value[0] else "\0"))  # fmt: skip
+    monkeypatch.setattr(
+        json,
+        "dumps",
+        lambda value, real=json.dumps, **kw: real(value, **kw).replace(
+            '"d": {', '"d": [' if isinstance(value, list) and value and "names" in value[0] else "\0"
+        ),
+    )
     trained(other(Estimating, "train.max_iters=1"))
     with pytest.raises(DamagedError, match=r"step-00000001 is damaged: groups\.body\.weight: "):
         wordrun.Trainer(other(Estimating, "train.resume=auto"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import sys
 import threading
 from dataclasses import dataclass, replace
@@ -175,10 +176,12 @@ def noisy(data: Any) -> Splits:
 def own(monkeypatch: pytest.MonkeyPatch) -> Config:
     for kind, options, name in (("model", NetConfig, "Net"), ("data", NoisyConfig, "noisy")):
         monkeypatch.setitem(parts(kind), name.lower(), Part(options, f"{__name__}:{name}", kind, name.lower(), "x.py"))
-    cfg = wordrun.compose([
-        "tracker=jsonl", "train.device=cpu", "train.dtype=fp32", "train.max_iters=6", "train.eval_interval=2",
-        "train.log_interval=1", "train.checkpoint_interval=3", "train.save_best=false", "hydra.run.dir=whole",
-    ])  # fmt: skip
+    cfg = wordrun.compose(
+        shlex.split("""
+        tracker=jsonl train.device=cpu train.dtype=fp32 train.max_iters=6 train.eval_interval=2
+        train.log_interval=1 train.checkpoint_interval=3 train.save_best=false hydra.run.dir=whole
+    """)
+    )
     cfg.model, cfg.data = NetConfig(batch_size=4), NoisyConfig("noisy", "noisy")
     return cfg
 

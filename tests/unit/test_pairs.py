@@ -244,7 +244,7 @@ def test_a_pair_that_is_too_long_loses_its_end() -> None:
         ([], '{"prompt": "p", "answer": 3}\n', "has no text in the field data.answer_key=answer"),
         (["data.path=pairs.txt"], None, "pairs.txt is not a .jsonl file"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(words: list[str], text: str | None, says: str) -> None:
     write_pairs()
     Path("pairs.txt").write_text("text")

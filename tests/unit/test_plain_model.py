@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ from wordrun.train.hooks.options import HookConfig
 from wordrun.train.optim.options import OptimizerConfig
 from wordrun.train.options import MetricConfig
 
-DIGITS = [
-    "data=digits", "tracker=jsonl", "train.dtype=fp32", "train.device=cpu", "train.max_iters=6", "train.log_interval=1",
-    "train.eval_interval=3", "train.eval_iters=2", "model.batch_size=8", "hydra.run.dir=run",
-]  # fmt: skip
+DIGITS = shlex.split("""
+    data=digits tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=6 train.log_interval=1
+    train.eval_interval=3 train.eval_iters=2 model.batch_size=8 hydra.run.dir=run
+""")
 
 
 @dataclass

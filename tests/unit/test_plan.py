@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import re
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,11 @@ if TYPE_CHECKING:
 SHAPES: dict[str, TransformerConfig] = {
     "gpt2": GPTConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, bias=True, gelu="tanh"),
     "wide gpt": GPTConfig(n_layer=2, n_head=2, n_embd=256, block_size=128, batch_size=4, dropout=0.1),
-    "llama": LlamaConfig(
-        n_layer=3, n_head=4, n_kv_head=2, n_embd=128, n_hidden=352, block_size=128, batch_size=4
-    ),
+    "llama": LlamaConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, n_hidden=352, block_size=128, batch_size=4),
     "deep llama": LlamaConfig(n_layer=6, n_head=2, n_embd=64, n_hidden=176, block_size=256, batch_size=2, dropout=0.1),
     "modern": ModernConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, ngram_rows=[500]),
     "experts": MoEConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128, batch_size=4, n_shared=1),
-}  # fmt: skip
+}
 
 
 def measured_peak(cfg: Config, vocab_size: int) -> int:
@@ -182,11 +181,19 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["model=nano"], ["model=nano", "model.bias=true"], ["model=gpt2"], ["model=llama_debug"], ["model=llama3_1b"],
-     ["model=qwen3_0_6b"], ["model=gemma3_1b"],
-     ["model=qwen3_30b_a3b"], ["model=moe_debug"]],
+    [
+        ["model=nano"],
+        ["model=nano", "model.bias=true"],
+        ["model=gpt2"],
+        ["model=llama_debug"],
+        ["model=llama3_1b"],
+        ["model=qwen3_0_6b"],
+        ["model=gemma3_1b"],
+        ["model=qwen3_30b_a3b"],
+        ["model=moe_debug"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_shapes_by_arithmetic_are_those_of_the_model(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """So a run that cannot fit is refused without importing torch."""
     cfg = compose(words).model
@@ -514,8 +521,10 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "assumed" in found["vocabulary"]["why"]
     assert found["sequences_per_step"] == 32
     assert found["advice"]["command"] == [
-        "launch", "-n", "4", "python", "-m", "wordrun", *words[:-1], "train.backend=DDP",
-    ]  # fmt: skip
+        *shlex.split("launch -n 4 python -m wordrun"),
+        *words[:-1],
+        "train.backend=DDP",
+    ]
     ddp = next(each for each in found["strategies"] if each["name"] == "DDP")
     padding = (50304 - 50257) * 768
     assert ddp["memory"]["none"]["parameters"] == 4 * (found["parameters"] + padding)

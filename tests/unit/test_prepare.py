@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import queue
+import shlex
 import signal
 import socket
 import subprocess
@@ -247,8 +248,14 @@ def test_a_killed_preparation_is_continued(texts: Path, tmp_path: Path, start: S
     for number in range(20):
         (tmp_path / "in" / f"{number:02d}").mkdir(parents=True)
         (tmp_path / "in" / f"{number:02d}" / "a.txt").write_text(sample_text()[number * 4000 : (number + 1) * 4000])
-    words = [sys.executable, "-m", "wordrun", "prepare", "data=text", f"data.path={tmp_path / 'in'}", "tokenizer=byte",
-             f"data.prepared={tmp_path / 'out'}", "data.workers=1"]  # fmt: skip
+    words = [
+        sys.executable,
+        *shlex.split("-m wordrun prepare data=text"),
+        f"data.path={tmp_path / 'in'}",
+        "tokenizer=byte",
+        f"data.prepared={tmp_path / 'out'}",
+        "data.workers=1",
+    ]
     process = start(*words, stderr=subprocess.STDOUT)
     while len(list((tmp_path / "out").glob("work/*.shards.json"))) < 3:
         assert process.poll() is None, process.communicate()[0]
@@ -516,10 +523,14 @@ def test_the_command_shows_what_is_there(texts: Path, tmp_path: Path, capfd: pyt
     said = capfd.readouterr().out
     manifest = manifests.load(folder)
     wanted = (
-        f"train: {manifest.tokens('train'):,} tokens", "12 shards match their checksums", "vocabulary: 300 tokens",
-        "most frequent tokens", "longest documents", "first training sequences",
+        f"train: {manifest.tokens('train'):,} tokens",
+        "12 shards match their checksums",
+        "vocabulary: 300 tokens",
+        "most frequent tokens",
+        "longest documents",
+        "first training sequences",
         f"histograms: {folder / 'inspect.png'}",
-    )  # fmt: skip
+    )
     assert [text for text in wanted if text not in said.replace("\n", " ")] == []
     picture = imread(folder / "inspect.png")
     assert picture.shape[:2] == (480, 1200)
@@ -846,13 +857,19 @@ def test_data_are_prepared_again_when_the_code_of_a_tokenizer_changes(
     ("data", "tokenizer", "name"),
     [
         (TextConfig("sample", "sample"), CharTokenizerConfig(), "sample-char-ea16ade173"),
-        (TextConfig("play", "download", path="play.txt", url="http://x", sha256="ab" * 32, val_fraction=0.2),
-         BPETokenizerConfig(vocab_size=300), "play-bpe-c2042befce"),
-        (TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
-         GPT2TokenizerConfig(), "fineweb-gpt2-91bd2687a6"),
+        (
+            TextConfig("play", "download", path="play.txt", url="http://x", sha256="ab" * 32, val_fraction=0.2),
+            BPETokenizerConfig(vocab_size=300),
+            "play-bpe-c2042befce",
+        ),
+        (
+            TextConfig("fineweb", "hf", dataset="HuggingFaceFW/fineweb", subset="sample-10BT", val_fraction=0.005),
+            GPT2TokenizerConfig(),
+            "fineweb-gpt2-91bd2687a6",
+        ),
         (TextConfig("mine", "hf", dataset="set", text_key="content", shard_mb=8), BYTE, "mine-byte-4820c2db98"),
     ],
-)  # fmt: skip
+)
 def test_fingerprints_are_those_of_earlier_versions(
     data: TextConfig, tokenizer: TokenizerConfig, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -869,13 +886,19 @@ def test_fingerprints_are_those_of_earlier_versions(
     ("tokenizer", "tokens", "xxh3"),
     [
         (BYTE, (990001, 110000), ("1e9f0280e966b95e07e7b73d8e665909", "afb35a15a390724268765d002c88ec5d")),
-        (CharTokenizerConfig(), (990000, 110000),
-         ("acd87d64e20407df2c7f9bed865e2035", "6b611ccd3dd700c7ef8be29a7e7c57b2")),
-        (BPETokenizerConfig(vocab_size=300), (621508, 69291),
-         ("9a4a3fbbdec9bafd6a194d850aa2da14", "27a701c105d0db732fff355343b05147")),
+        (
+            CharTokenizerConfig(),
+            (990000, 110000),
+            ("acd87d64e20407df2c7f9bed865e2035", "6b611ccd3dd700c7ef8be29a7e7c57b2"),
+        ),
+        (
+            BPETokenizerConfig(vocab_size=300),
+            (621508, 69291),
+            ("9a4a3fbbdec9bafd6a194d850aa2da14", "27a701c105d0db732fff355343b05147"),
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, TokenizerConfig) else "",
-)  # fmt: skip
+)
 def test_shards_are_those_of_earlier_versions(
     tokenizer: TokenizerConfig, tokens: tuple[int, int], xxh3: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -23,47 +23,68 @@ V = 61
 GPT = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, bias=True, gelu="tanh")
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=24, rope_theta=5e5)
 GEMMA = replace(
-    LLAMA, n_layer=3, n_kv_head=1, head_size=12, qk_norm=True, rope_theta=1e6, rope_local_theta=1e4, window=7,
-    global_every=2, gate="gelu", post_norm=True, embed_scale=True, tie=True, norm_eps=1e-6,
-)  # fmt: skip
+    LLAMA,
+    n_layer=3,
+    n_kv_head=1,
+    head_size=12,
+    qk_norm=True,
+    rope_theta=1e6,
+    rope_local_theta=1e4,
+    window=7,
+    global_every=2,
+    gate="gelu",
+    post_norm=True,
+    embed_scale=True,
+    tie=True,
+    norm_eps=1e-6,
+)
+
+
+def theirs(kind: Any, **options: Any) -> Any:
+    """Return transformers' configuration with the sizes of LLAMA, where ``options`` has no others."""
+    sizes = {"vocab_size": V, "max_position_embeddings": 24, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5e5}
+    return kind(**(sizes | heads | options))
+
+
+def their_gemma(**options: Any) -> Any:
+    sizes = {"vocab_size": V, "max_position_embeddings": 24, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12}
+    return transformers.Gemma3TextConfig(**sizes, **heads, query_pre_attn_scalar=12, **options)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
     "gpt2": (GPT, transformers.GPT2Config(vocab_size=V, n_positions=24, n_embd=32, n_layer=2, n_head=4)),
-    "llama": (LLAMA, transformers.LlamaConfig(
-        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, rope_theta=5e5,
-    )),
-    "llama 3.2": (replace(LLAMA, tie=True, rope_factor=32.0), transformers.LlamaConfig(
-        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True,
-        rope_scaling={"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                      "original_max_position_embeddings": 8192},
-    )),
-    "qwen3": (replace(LLAMA, head_size=12, qk_norm=True, norm_eps=1e-6), transformers.Qwen3Config(
-        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5,
-    )),
-    "qwen2": (replace(LLAMA, qkv_bias=True, tie=True, norm_eps=1e-6), transformers.Qwen2Config(
-        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, rope_theta=5e5, tie_word_embeddings=True,
-    )),
-    "mistral": (replace(LLAMA, head_size=12, norm_eps=1e-6, window=7), transformers.MistralConfig(
-        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, intermediate_size=48, rope_theta=5e5, sliding_window=7,
-    )),
-    "gemma3_text": (GEMMA, transformers.Gemma3TextConfig(
-        vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=12, intermediate_size=48, query_pre_attn_scalar=12, sliding_window=7,
-        sliding_window_pattern=2,
-    )),
+    "llama": (LLAMA, theirs(transformers.LlamaConfig, rms_norm_eps=1e-5)),
+    "llama 3.2": (
+        replace(LLAMA, tie=True, rope_factor=32.0),
+        theirs(transformers.LlamaConfig, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_scaling=LLAMA3_ROPE),
+    ),
+    "qwen3": (
+        replace(LLAMA, head_size=12, qk_norm=True, norm_eps=1e-6),
+        theirs(transformers.Qwen3Config, head_dim=12),
+    ),
+    "qwen2": (
+        replace(LLAMA, qkv_bias=True, tie=True, norm_eps=1e-6),
+        theirs(transformers.Qwen2Config, tie_word_embeddings=True),
+    ),
+    "mistral": (
+        replace(LLAMA, head_size=12, norm_eps=1e-6, window=7),
+        theirs(transformers.MistralConfig, head_dim=12, sliding_window=7),
+    ),
+    "gemma3_text": (GEMMA, their_gemma(sliding_window=7, sliding_window_pattern=2)),
     "gemma3_text without windows": (
         replace(GEMMA, window=None, global_every=0, rope_local_theta=None),
-        transformers.Gemma3TextConfig(
-            vocab_size=V, max_position_embeddings=24, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=1, head_dim=12, intermediate_size=48, query_pre_attn_scalar=12,
-            layer_types=["full_attention"] * 3,
-        ),
+        their_gemma(layer_types=["full_attention"] * 3),
     ),
-}  # fmt: skip
+}
 Folders = Callable[[str], Path]
 
 
@@ -227,8 +248,12 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, but model=gpt2 supports"),
         ("llama", {"attention_bias": True}, "attention_bias=True, but model=llama_debug supports only"),
         ("llama", {"head_dim": 16}, "has model.head_size=16, but model=llama_debug has null"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "supports only rope_parameters={'rope_type': 'default'} "
-            "or {'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embed"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "supports only rope_parameters={'rope_type': 'default'} "
+            "or {'rope_type': 'llama3', 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embed",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "supports only"),
         ("qwen2", {"use_sliding_window": True}, "has use_sliding_window=True, but model=llama_debug supports only u"),
         ("gemma3_text", {"query_pre_attn_scalar": 99}, "but model=gemma3_1b supports only query_pre_attn_scalar=12"),
@@ -238,7 +263,7 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
         ("gpt2", {"model_type": "gemma2"}, "of type gemma2; wordrun supports gpt2 (GPT-2), llama (LLaMA), qwen3 (Q"),
         ("llama", {"hidden_size": None}, "lacks the required key 'hidden_size'"),
     ],
-)  # fmt: skip
+)
 def test_models_that_wordrun_does_not_have_are_refused(
     kind: str, change: dict[str, Any], says: str, folder: Folders
 ) -> None:

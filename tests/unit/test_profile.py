@@ -177,9 +177,13 @@ class Hungry(torch.nn.Module):
     ids=["recorded", "short", "out of memory"],
 )
 def test_the_order_of_calls_for_a_snapshot_of_cudas_memory(
-    steps: int, fails: bool, written: list[str], small: Callable[..., list[str]], tmp_path: Path,
+    steps: int,
+    fails: bool,
+    written: list[str],
+    small: Callable[..., list[str]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Only when recording begins, what is written when, and that recording ends: the rest needs a GPU."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,10 +25,12 @@ from wordrun.train.trainer import Trainer
 
 Words = Callable[..., list[str]]
 Say = pytest.CaptureFixture[str]
-SAVING = (
-    "train.log_interval=1", "train.eval_interval=4", "train.checkpoint_interval=3", "train.save_best=false",
-    "train.keep_checkpoints=9", "train.sample_interval=3", "train.sample_tokens=4", "model.dropout=0.2",
-)  # fmt: skip
+SAVING = tuple(
+    shlex.split("""
+    train.log_interval=1 train.eval_interval=4 train.checkpoint_interval=3 train.save_best=false
+    train.keep_checkpoints=9 train.sample_interval=3 train.sample_tokens=4 model.dropout=0.2
+""")
+)
 RECORDS = ("run.json", "config.yaml", "metrics.jsonl", "log.txt", "samples.txt")
 
 
@@ -108,17 +111,20 @@ def spoil(file: Path, how: str) -> None:
     elif how == "pipe":
         os.mkfifo(file)
     elif how != "missing":
-        file.write_bytes({
-            "empty": b"", "list": b"[]", "NULs": bytes(4096),
-            "UTF-16": content.decode().encode("utf-16"),
-            "deep": b"[" * 100_000, "types": b'{"world": 3, "earlier": {"a": 1}, "exit_reason": [], "steps": "x"}',
-            "byte": content[:40] + b"\xff" + content[41:],
-        }[how])  # fmt: skip
+        file.write_bytes(
+            {
+                "empty": b"",
+                "list": b"[]",
+                "NULs": bytes(4096),
+                "UTF-16": content.decode().encode("utf-16"),
+                "deep": b"[" * 100_000,
+                "types": b'{"world": 3, "earlier": {"a": 1}, "exit_reason": [], "steps": "x"}',
+                "byte": content[:40] + b"\xff" + content[41:],
+            }[how]
+        )
 
 
-HOWS = [
-    "missing", "empty", "list", "NULs", "UTF-16", "deep", "types", "byte", "folder", "dangling", "pipe",
-]  # fmt: skip
+HOWS = shlex.split("missing empty list NULs UTF-16 deep types byte folder dangling pipe")
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -17,8 +17,9 @@ def test_each_fault_is_noted_once_and_completed_by_the_next_step(monkeypatch: py
     found = Recoveries([before], 8, "memory")
     assert found.all[0] == before
     assert [(each["rank"], each["resumed_step"], each["source"], each["seconds"]) for each in found.all[1:]] == [
-        (1, 8, "memory", None), (2, 8, "memory", None),
-    ]  # fmt: skip
+        (1, 8, "memory", None),
+        (2, 8, "memory", None),
+    ]
     assert found.complete()
     assert all(each["seconds"] > 0 for each in found.all)
     assert not found.complete()

@@ -288,13 +288,16 @@ def test_a_declaration_with_a_mistake_is_named(text: str, expected: str, make: M
 
 
 def test_a_folders_config_files_are_added_to_wordruns(make: Make) -> None:
-    folder = make({
-        "conf/model/small.yaml": "defaults:\n  - gpt2\n\nname: small\nn_layer: 2\n",
-        "conf/optimizer/slow.yaml": "defaults:\n  - rprop\n\neta: 0.125\n",
-        "conf/experiment/mine.yaml":
-            "# @package _global_\n# My run.\ndefaults:\n  - override /model: small\n  - override /optimizer: slow\n",
-        **MINE,
-    })  # fmt: skip
+    folder = make(
+        {
+            "conf/model/small.yaml": "defaults:\n  - gpt2\n\nname: small\nn_layer: 2\n",
+            "conf/optimizer/slow.yaml": "defaults:\n  - rprop\n\neta: 0.125\n",
+            "conf/experiment/mine.yaml": (
+                "# @package _global_\n# My run.\ndefaults:\n  - override /model: small\n  - override /optimizer: slow\n"
+            ),
+            **MINE,
+        }
+    )
     cfg = wordrun.compose(["data=sample", "experiment=mine", "model.n_head=4"])
     assert (cfg.model.n_layer, cfg.model.n_embd, cfg.model.n_head, cfg.model.name) == (2, 768, 4, "small")
     assert (cfg.optimizer.eta, cfg.optimizer.name) == (0.125, "rprop")  # type: ignore[attr-defined]
@@ -304,10 +307,11 @@ def test_a_folders_config_files_are_added_to_wordruns(make: Make) -> None:
 
 def test_all_mistakes_of_a_projects_registrations_are_reported_at_once(make: Make) -> None:
     lines = [
-        'wordrun.register("optimiser", "one", "a:B", "c:d")', 'wordrun.register("optimizer", "Two", "a:B", "c:d")',
+        'wordrun.register("optimiser", "one", "a:B", "c:d")',
+        'wordrun.register("optimizer", "Two", "a:B", "c:d")',
         'wordrun.register("optimizer", "rprop", "my_rprop:RpropConfig", "my_rprop:rprop")',
         'wordrun.register("model", "gpt", "a:B", "c:d")',
-    ]  # fmt: skip
+    ]
     folder = make({**MINE, "my_parts.py": "\n".join(["import wordrun", *lines])})
     for _ in range(2):  # also when it is asked again
         found = refusal().splitlines()

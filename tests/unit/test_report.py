@@ -39,10 +39,20 @@ def make_run(folder: Path, lines: int = 20, *, lr: float = 1e-3, reason: str = "
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, lines + 1):
             line = {
-                "step": step, "loss": 4 - step / lines, "lr": lr, "grad_norm": 1.0, "dt": 0.1, "dtf": 0.04, "dtb": 0.05,
-                "tps": 1e5, "mfu": None, "tokens": 1000 * step, "time": 0.1 * step,
-                "slowest_rank": 1, "slowest_by": 0.02,
-            }  # fmt: skip
+                "step": step,
+                "loss": 4 - step / lines,
+                "lr": lr,
+                "grad_norm": 1.0,
+                "dt": 0.1,
+                "dtf": 0.04,
+                "dtb": 0.05,
+                "tps": 1e5,
+                "mfu": None,
+                "tokens": 1000 * step,
+                "time": 0.1 * step,
+                "slowest_rank": 1,
+                "slowest_by": 0.02,
+            }
             file.write(json.dumps(line) + "\n")
             if step % 10 == 0:
                 file.write(json.dumps({"step": step, "val_loss": 4.1 - step / lines}) + "\n")
@@ -84,9 +94,7 @@ def test_a_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
     assert page_.loads == []
     assert "script" not in page_.tags
     assert not re.search(r"url\(|@import", (run / "report.html").read_text())
-    shown = (
-        "finished", "2 min 5 s", "Slowest ranks", "20.0 ms a step", "node-1", "train.max_iters", "<b>second</b>",
-    )  # fmt: skip
+    shown = ("finished", "2 min 5 s", "Slowest ranks", "20.0 ms a step", "node-1", "train.max_iters", "<b>second</b>")
     for text in shown:
         assert text in page_.text
     assert [*page_.plots] == ["loss.png", "throughput.png"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -61,16 +62,20 @@ def study() -> optuna.Study:
 
 
 def test_the_space_is_written_in_hydras_syntax() -> None:
-    words = [
-        "a=1,2", "b=choice(x,y)", "c=range(1,8,2)", "d=interval(0,1)", "e=tag(log,interval(1e-4,1e-1))",
-        "f=int(interval(1,5))", "+g=range(0.0,1.0,0.25)", "h=fixed", "h=last",
-    ]  # fmt: skip
+    words = shlex.split("""
+        a=1,2 b=choice(x,y) c=range(1,8,2) d=interval(0,1) e=tag(log,interval(1e-4,1e-1))
+        f=int(interval(1,5)) +g=range(0.0,1.0,0.25) h=fixed h=last
+    """)
     space, fixed = search.parse(words)
     assert space == {
-        "a": CategoricalDistribution(["1", "2"]), "b": CategoricalDistribution(["x", "y"]),
-        "c": IntDistribution(1, 7, step=2), "d": FloatDistribution(0, 1), "e": FloatDistribution(1e-4, 0.1, log=True),
-        "f": IntDistribution(1, 5), "+g": FloatDistribution(0, 0.75, step=0.25),
-    }  # fmt: skip
+        "a": CategoricalDistribution(["1", "2"]),
+        "b": CategoricalDistribution(["x", "y"]),
+        "c": IntDistribution(1, 7, step=2),
+        "d": FloatDistribution(0, 1),
+        "e": FloatDistribution(1e-4, 0.1, log=True),
+        "f": IntDistribution(1, 5),
+        "+g": FloatDistribution(0, 0.75, step=0.25),
+    }
     assert fixed == ["h=last"]
 
 
@@ -184,5 +189,6 @@ def test_the_table_names_a_point_once(command: list[str], capsys: pytest.Capture
     assert run(command, "x=1,2", n_trials=6) == 0
     table = capsys.readouterr().out.split("best val_loss")[-1]
     assert [line.split() for line in table.splitlines() if line[:7].strip().isdigit()] in (
-        [["0", "1.0000", "2"], ["1", "4.0000", "1"]], [["1", "1.0000", "2"], ["0", "4.0000", "1"]],
-    )  # fmt: skip
+        [["0", "1.0000", "2"], ["1", "4.0000", "1"]],
+        [["1", "1.0000", "2"], ["0", "4.0000", "1"]],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,12 @@ def run(shell: str, script: str, cwd: Path, setup: Path = SETUP, **env: str) -> 
     quiet = ["--norc", "--noprofile"] if shell == "bash" else ["-f"]
     return subprocess.run(
         [str(shutil.which(shell)), *quiet, "-c", f". {setup}\n{script}"],
-        cwd=cwd, env={**base, **env}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=cwd,
+        env={**base, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.fixture
@@ -43,9 +48,9 @@ def stub(tmp_path: Path) -> str:
 def check_output(lines: list[str], home: str) -> None:
     assert lines[0].startswith(f"python     {home}/bin/python (Python 3.")
     assert "active virtual environment" in lines[0]
-    assert {line.split()[0] for line in lines[1:-1]} >= {
-        "user", "machine", "host", "time", "scheduler", "hosts", "devices", "launcher", "python",
-    }  # fmt: skip
+    assert {line.split()[0] for line in lines[1:-1]} >= set(
+        shlex.split("user machine host time scheduler hosts devices launcher python")
+    )
     assert lines[-1] == f"{home}/bin/python"
 
 
@@ -74,8 +79,9 @@ def test_environment_by_argument(shell: str, tmp_path: Path, stub: str) -> None:
     done = run(shell, f"set -eu\nsetup_python {stub} && command -v python", tmp_path, VIRTUAL_ENV="/other")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"python     {stub}/bin/python (Python 3.12.0; given as argument)", f"{stub}/bin/python"
-    ]  # fmt: skip
+        f"python     {stub}/bin/python (Python 3.12.0; given as argument)",
+        f"{stub}/bin/python",
+    ]
 
 
 @in_each_shell
@@ -206,8 +212,12 @@ def test_a_sites_modules_and_an_environment_over_them(shell: str, tmp_path: Path
     assert done.returncode == 0, done.stderr
     home = f"{repository}/.venv-made_up"
     assert (tmp_path / "calls").read_text().splitlines() == [
-        "use /some/where", "load python", f"venv [] {home}", "use /some/where", "load python"
-    ]  # fmt: skip
+        "use /some/where",
+        "load python",
+        f"venv [] {home}",
+        "use /some/where",
+        "load python",
+    ]
     assert "module     module load python" in done.stdout
     assert f"python     {home}/bin/python (Python 3.12.0; on top of what is loaded on made_up)" in done.stdout
 
@@ -292,9 +302,13 @@ def test_an_environment_on_a_cluster(tmp_path: Path, no_torch: str, over: str) -
     (tmp_path / "python").chmod(0o755)
     calls, home = tmp_path / "calls", tmp_path / "venv"
     env = {
-        "PATH": "/usr/bin:/bin", "PYTHON": str(tmp_path / "python"), "MPICC": "cc -shared", "WORDRUN_VENV": str(home),
-        "CALLS": str(calls), "NO_TORCH": no_torch,
-    }  # fmt: skip
+        "PATH": "/usr/bin:/bin",
+        "PYTHON": str(tmp_path / "python"),
+        "MPICC": "cc -shared",
+        "WORDRUN_VENV": str(home),
+        "CALLS": str(calls),
+        "NO_TORCH": no_torch,
+    }
     done = subprocess.run(["/bin/bash", SETUP.with_name("venv"), ""], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert calls.read_text().splitlines() == [
@@ -337,9 +351,12 @@ def test_an_environment_on_a_laptop(
     tools = {name: f'exec {shutil.which(name)} "$@"' for name in ("awk", "cksum", "cp", "tail", "tee")}
     calls = tmp_path / "calls"
     env = {
-        "PATH": path_with(tmp_path / "tools", **tools, **programs), "PYTHON": str(tmp_path / "python"),
-        "CALLS": str(calls), "NO_TORCH": "1", "NO_NETWORK": no_network,
-    }  # fmt: skip
+        "PATH": path_with(tmp_path / "tools", **tools, **programs),
+        "PYTHON": str(tmp_path / "python"),
+        "CALLS": str(calls),
+        "NO_TORCH": "1",
+        "NO_NETWORK": no_network,
+    }
     done = subprocess.run(["/bin/bash", repo / "bin" / "venv"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     uv_works = programs.get("uv") == WORKING_UV

@@ -8,6 +8,7 @@ import csv
 import multiprocessing
 import os
 import resource
+import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -39,8 +40,9 @@ def test_a_row_for_each_point_and_a_new_one_replaces_the_old(tmp_path: Path) -> 
         points.put([A], DONE, speed=1)
     with opened(tmp_path) as again:
         assert [(name, row["state"], number(row, "speed")) for name, row in again.rows.items()] == [
-            ("a", DONE, 1.0), ("b", DONE, 0.666667),
-        ]  # fmt: skip
+            ("a", DONE, 1.0),
+            ("b", DONE, 0.666667),
+        ]
         again.check([A, B])
     with (tmp_path / "points.csv").open(newline="") as file:
         assert {row["schema"] for row in csv.DictReader(file)} == {"demo-1"}
@@ -118,8 +120,15 @@ def rows() -> list[dict[str, str]]:
     """Rows of a study on 1 and 2 ranks, and a failed one."""
     common = dict.fromkeys((*OWN, *LAST, *scaling.COLUMNS), "")
     common |= {"backend": "DDP", "scaling": "strong", "nodes": "1", "state": DONE, "started": "today", "device": "cpu"}
-    first = {"point": "DDP-1", "ranks": "1", "tps": "1000", "tps_min": "900", "tps_max": "1100", "step_s": "0.5",
-             "memory_gib": "2"}  # fmt: skip
+    first = {
+        "point": "DDP-1",
+        "ranks": "1",
+        "tps": "1000",
+        "tps_min": "900",
+        "tps_max": "1100",
+        "step_s": "0.5",
+        "memory_gib": "2",
+    }
     second = {"point": "DDP-2", "ranks": "2", "tps": "1500", "tps_min": "1500", "tps_max": "1500", "step_s": "0.25"}
     failed = {"point": "DDP-4", "state": FAILED, "reason": "out of | memory"}
     return [{**common, **each} for each in (first, second, failed)]
@@ -304,13 +313,20 @@ def test_more_points_than_a_queue_takes_are_refused_before_the_first_is_submitte
 @pytest.mark.usefixtures("_sbatch")
 def test_a_study_submits_a_job_for_each_point(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As its page says, from a login node, which has neither the nodes nor the devices."""
-    words = ["--submit", "--nodes", "1,2", "--weak", "--launch=--site perlmutter --queue regular --walltime 0:20:00 "
-             "--account A --no-freeze", "--out", "out", "data=sample"]  # fmt: skip
+    words = [
+        *shlex.split("--submit --nodes 1,2 --weak"),
+        "--launch=--site perlmutter --queue regular --walltime 0:20:00 --account A --no-freeze",
+        "--out",
+        "out",
+        "data=sample",
+    ]
     assert main(["scaling", *words]) == 75
     assert "start the study again when the jobs have ended" in capfd.readouterr().out
     with Points(tmp_path / "out", "scaling", scaling.VERSION, scaling.COLUMNS) as file:
-        found = {row["point"]: [row[name] for name in ("state", "ranks", "nodes", "global_batch")] for row in
-                 file.rows.values()}  # fmt: skip
+        found = {
+            row["point"]: [row[name] for name in ("state", "ranks", "nodes", "global_batch")]
+            for row in file.rows.values()
+        }
     assert found == {"DDP-1": ["submitted", "4", "1", "48"], "DDP-2": ["submitted", "8", "2", "96"]}
     scripts = [path.read_text() for path in sorted((tmp_path / "outputs" / "jobs").glob("DDP-*.sh"))]
     assert ["#SBATCH --nodes=1" in scripts[0], "#SBATCH --nodes=2" in scripts[1]] == [True, True]

@@ -94,8 +94,11 @@ def test_failures_stop_nothing_and_are_what_a_sweep_continues_with(
     assert "sweep s: 2 points, 1 at a time; not run: 2 finished" in out
     assert "sweep s: 4 finished" in out
     assert [(row["point"], row["state"], row["best"]) for row in rows_of("s")] == [
-        ("0", "done", "1"), ("1", "done", "2"), ("2", "done", "3"), ("3", "done", "0")
-    ]  # fmt: skip
+        ("0", "done", "1"),
+        ("1", "done", "2"),
+        ("2", "done", "3"),
+        ("3", "done", "0"),
+    ]
     runs = {number: len(Path(f"s/{number}/ids").read_text().split()) for number in range(4)}
     assert runs == {0: 1, 1: 2, 2: 1, 3: 1}, "points keep their directories, and a new one gets the next number"
     ids = {Path(f"s/{number}/ids").read_text().split()[-1] for number in range(4)}

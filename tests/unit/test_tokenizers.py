@@ -46,10 +46,17 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer.json as a model's folder has it, with its own end-of-text token."""
     folder = tmp_path_factory.mktemp("hf")
     content = json.loads(learned().to_json())["tokenizer"]
-    content["added_tokens"] = [{
-        "id": 400, "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-        "normalized": False,
-    }]  # fmt: skip
+    content["added_tokens"] = [
+        {
+            "id": 400,
+            "content": "</s>",
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     return tokenizers.build(HFTokenizerConfig(path=str(folder)))
 

@@ -209,8 +209,9 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_continues(
     (line,) = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "faulty" in line]
     assert re.search(
         r"WARNING tracker=faulty failed \(ValueError: no more, in test_trackers\.py:\d+\): the run continues without "
-        r"it; metrics\.jsonl has all metrics$", line,
-    )  # fmt: skip
+        r"it; metrics\.jsonl has all metrics$",
+        line,
+    )
     manifest = json.loads((tmp_path / "run/checkpoints/step-00000006/manifest.json").read_text())
     assert manifest["trackers"]["faulty"] == {"id": 7}, "a resumed run continues its record"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +74,16 @@ def test_a_rollback_keeps_position_time_and_earlier_rollbacks() -> None:
 
 def test_the_state_survives_a_checkpoint() -> None:
     state = TrainState(
-        step=7, position=56, metrics={"loss": 2.5, "val_loss": 3.0, "tps": 1.0}, best_loss=2.75, best_step=4,
-        evaluated_step=6, skipped=2, rollbacks={4: 1}, seconds=12.5,
-    )  # fmt: skip
+        step=7,
+        position=56,
+        metrics={"loss": 2.5, "val_loss": 3.0, "tps": 1.0},
+        best_loss=2.75,
+        best_step=4,
+        evaluated_step=6,
+        skipped=2,
+        rollbacks={4: 1},
+        seconds=12.5,
+    )
     loaded = TrainState()
     loaded.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert loaded.metrics.pop("loss") == state.metrics.pop("loss")
@@ -86,10 +94,15 @@ def test_the_state_survives_a_checkpoint() -> None:
 
 def test_a_checkpoint_of_version_0_1_can_be_read() -> None:
     state = TrainState()
-    state.load_state_dict({
-        "step": 3, "position": 12, "tokens": 96, "seconds": 1.5,
-        "metrics": {"loss": 3.5, "val_loss": 3.25, "best_val_loss": 3.0},
-    })  # fmt: skip
+    state.load_state_dict(
+        {
+            "step": 3,
+            "position": 12,
+            "tokens": 96,
+            "seconds": 1.5,
+            "metrics": {"loss": 3.5, "val_loss": 3.25, "best_val_loss": 3.0},
+        }
+    )
     assert (state.step, state.position, state.best_loss, state.seconds) == (3, 12, 3.0, 1.5)
     state.record_evaluation({"val_loss": 3.1})
     assert state.best_loss == 3.0
@@ -119,9 +132,13 @@ def test_old_names_of_options_are_accepted_with_a_line(caplog: pytest.LogCapture
 # Hooks by name
 
 
-STOPPING = ("train.max_iters=40", "train.eval_interval=2", "train.checkpoint_interval=4", "train.log_interval=1",
-            "optimizer.learning_rate=0.3", "optimizer.warmup_iters=0", "hooks=early_stop",
-            "hooks.early_stop.patience=3")  # fmt: skip
+STOPPING = tuple(
+    shlex.split("""
+    train.max_iters=40 train.eval_interval=2 train.checkpoint_interval=4 train.log_interval=1
+    optimizer.learning_rate=0.3 optimizer.warmup_iters=0 hooks=early_stop
+    hooks.early_stop.patience=3
+""")
+)
 
 
 def test_early_stop_counts_evaluations_without_an_improvement() -> None:

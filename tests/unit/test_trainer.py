@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shlex
 import signal
 import threading
 import time
@@ -74,11 +75,14 @@ def learned(tmp_path_factory: pytest.TempPathFactory, drawing: Draws) -> tuple[P
     """A few hundred small steps on the sample."""
     folder = tmp_path_factory.mktemp("learned") / "run"
     words = [
-        "data=sample", "tracker=jsonl", "model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=16",
-        "model.batch_size=16", "optimizer.learning_rate=0.01", "optimizer.warmup_iters=10", "train.max_iters=250",
-        "train.eval_interval=100", "train.eval_iters=8", "train.sample_interval=100", "train.sample_tokens=40",
-        "train.dtype=auto", f"hydra.run.dir={folder}",
-    ]  # fmt: skip
+        *shlex.split("""
+        data=sample tracker=jsonl model.n_layer=2 model.n_head=2 model.n_embd=32 model.block_size=16
+        model.batch_size=16 optimizer.learning_rate=0.01 optimizer.warmup_iters=10 train.max_iters=250
+        train.eval_interval=100 train.eval_iters=8 train.sample_interval=100 train.sample_tokens=40
+        train.dtype=auto
+    """),
+        f"hydra.run.dir={folder}",
+    ]
     cfg = wordrun.compose(words)
     with drawing(), Trainer(cfg) as trainer:
         summary = trainer.train()
@@ -98,10 +102,12 @@ def test_the_loss_falls_far_below_the_entropy_of_characters(learned: tuple[Path,
 def test_the_run_directory_has_these_files(learned: tuple[Path, Summary, Config]) -> None:
     folder = learned[0]
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert {name for name in files if not name.startswith("checkpoints/")} == {
-        "config.yaml", "run.json", "metrics.jsonl", "log.txt", "samples.txt", "plots/loss.png", "plots/throughput.png",
-        ".lock", "report.html",
-    }  # fmt: skip
+    assert {name for name in files if not name.startswith("checkpoints/")} == set(
+        shlex.split("""
+        config.yaml run.json metrics.jsonl log.txt samples.txt plots/loss.png plots/throughput.png
+        .lock report.html
+    """)
+    )
     assert "checkpoints/step-00000250/manifest.json" in files
 
 
@@ -462,9 +468,13 @@ def test_a_processor_with_bf16_instructions_is_known_as_one() -> None:
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["with bf16", "without bf16"])
 @pytest.mark.parametrize("asked", ["bf16", "fp16", "fp32", "auto"])
 def test_a_precision_that_the_processor_lacks_is_replaced_and_said_once(
-    asked: str, has_bf16: bool, small: Words, tmp_path: Path,
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    asked: str,
+    has_bf16: bool,
+    small: Words,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch_private, "cpu_is_fast_at_bf16", lambda: has_bf16)
     monkeypatch.setattr(time, "thread_time", cycle([0.0, 2.0, 0.0, 1.0]).__next__)  # a product in fp32, one in bf16
     folder = tmp_path / "run"

@@ -28,12 +28,23 @@ def test_configs_arrive_as_they_were() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 3, 10**30, 0.1, -math.inf, "é\n", [1, [2]], (1, ("a", None)),
-        {"a": 1, "tuple": (2,)}, {3: {"b": []}},
-        Path("/a b"), (Path("run"), [Folder(Path("run/step-00000003"), 3)]), WorkItem(1, "text", "a.txt", stop=7),
+        None,
+        True,
+        3,
+        10**30,
+        0.1,
+        -math.inf,
+        "é\n",
+        [1, [2]],
+        (1, ("a", None)),
+        {"a": 1, "tuple": (2,)},
+        {3: {"b": []}},
+        Path("/a b"),
+        (Path("run"), [Folder(Path("run/step-00000003"), 3)]),
+        WorkItem(1, "text", "a.txt", stop=7),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_values_arrive_as_they_were(value: Any) -> None:
     found = coordination.loads(coordination.dumps(value))
     assert (found, type(found)) == (value, type(value))
@@ -48,12 +59,15 @@ def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        {"os:system": [["command", "touch ran"]]}, {"subprocess:Popen": [["args", ["touch", "ran"]]]},
+        {"os:system": [["command", "touch ran"]]},
+        {"subprocess:Popen": [["args", ["touch", "ran"]]]},
         {"wordrun.common.errors:UserError": []},
         {"wordrun.dist.coordination:importlib.import_module": [["name", "antigravity"]]},
-        {"antigravity:geohash": []}, {"": []}, {"a:b": 1, "c:d": 2},
+        {"antigravity:geohash": []},
+        {"": []},
+        {"a:b": 1, "c:d": 2},
     ],
-)  # fmt: skip
+)
 def test_what_a_stranger_sends_runs_nothing(found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError):  # noqa: PT011

@@ -16,9 +16,22 @@ from wordrun.model.kv_cache import KVCache
 from wordrun.model.options import LlamaConfig
 
 GEMMA = LlamaConfig(
-    n_layer=4, n_head=4, n_kv_head=2, head_size=12, n_embd=32, n_hidden=48, block_size=24, qk_norm=True, window=5,
-    global_every=2, rope_local_theta=1e3, gate="gelu", post_norm=True, embed_scale=True, tie=True,
-)  # fmt: skip
+    n_layer=4,
+    n_head=4,
+    n_kv_head=2,
+    head_size=12,
+    n_embd=32,
+    n_hidden=48,
+    block_size=24,
+    qk_norm=True,
+    window=5,
+    global_every=2,
+    rope_local_theta=1e3,
+    gate="gelu",
+    post_norm=True,
+    embed_scale=True,
+    tie=True,
+)
 
 
 @pytest.mark.parametrize("documents", [None, "mask", "lengths"])
