@@ -151,3 +151,43 @@ def test_a_run_records_the_commit_of_the_repository_around_it(project: Path, mon
     assert own == {"wordrun_commit": own["wordrun_commit"], "project_commit": None}
     monkeypatch.chdir("/")
     assert commits()["project_commit"] is None
+
+
+def test_git_is_asked_without_its_lock(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a commit that the user makes at the same time fails."""
+    monkeypatch.setenv("GIT_INDEX_FILE", str(project / "another"))  # as in git's hooks
+    monkeypatch.chdir(project)
+    index = (project / ".git" / "index").read_bytes()
+    os.utime(project / "train.py")  # git would note the file's new time in its index
+    assert take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
+    assert str(commits()["project_commit"]).endswith("-dirty")
+    assert (project / ".git" / "index").read_bytes() == index
+
+
+def test_a_repository_of_another_user_is_named(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.chdir(project)
+    assert commits()["project_commit"] is None
+    said = f"git does not read {project}, which belongs to another user; to allow that: git config --global --add "
+    assert f"{said}safe.directory '{project}'" in caplog.text
+    snapshot = take_snapshot(str(project / "outputs" / "j"), str(project), "", {})
+    assert snapshot
+    assert Path(snapshot.cwd, "train.py").read_text() == "1"
+    assert "belongs to another user" in capsys.readouterr().err
+
+
+def test_a_git_that_does_not_answer_delays_no_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (project / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project}:{os.environ['PATH']}")
+    monkeypatch.setattr("wordrun.common.git.LIMIT_S", 0.2)
+    monkeypatch.chdir(project)
+    assert commits()["project_commit"] is None
+    assert "has taken over 0.2 s" in caplog.text

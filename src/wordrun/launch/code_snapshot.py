@@ -10,12 +10,13 @@ import importlib.metadata
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlparse
 
+from wordrun.common import git
 from wordrun.common.errors import ConfigError
+from wordrun.launch.messages import say
 
 # An untracked file above this size [bytes] is more likely data than code.
 LARGEST_UNTRACKED = 10e6
@@ -74,7 +75,9 @@ def take_snapshot(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -
     Raises:
         ConfigError: a file is too large, or cannot be copied.
     """
-    top = _git(cwd, "rev-parse", "--show-toplevel").strip() or cwd
+    found, problem = git.ask(cwd, "rev-parse", "--show-toplevel")
+    say(f"all files of code below {cwd} are copied: {problem}" if problem else "")
+    top = found.strip("\n") or cwd
     listed = _files(top)
     if listed is None:
         return None
@@ -150,7 +153,7 @@ def _files(top: str, *parts: str) -> list[str] | None:
     Raises:
         ConfigError: an untracked file is too large.
     """
-    if not _git(top, "rev-parse", "--is-inside-work-tree"):
+    if not git.ask(top, "rev-parse", "--is-inside-work-tree").text:
         return _walk(top, parts)
     tracked = _listed(top, "ls-files", "-z", "--cached", "--recurse-submodules", "--", *parts)
     untracked = _untracked(top)
@@ -188,9 +191,9 @@ def _walk(top: str, parts: tuple[str, ...]) -> list[str] | None:
 
 def _state(top: str) -> dict[str, object]:
     """Return the commit of a repository, and the files that differ from it."""
-    commit = _git(top, "rev-parse", "HEAD").strip() or None
-    dirty = _listed(top, "diff", "-z", "--name-only", "HEAD") if commit else []
-    return {"commit": commit, "dirty": dirty, "untracked": _untracked(top)}
+    commit, problem = git.ask(top, "rev-parse", "HEAD")
+    dirty = git.changed(top)[0] if commit else []
+    return {"commit": commit.strip() or None, "dirty": dirty, "untracked": [] if problem else _untracked(top)}
 
 
 def _untracked(top: str) -> list[str]:
@@ -200,17 +203,10 @@ def _untracked(top: str) -> list[str]:
 
 
 def _listed(top: str, *words: str) -> list[str]:
-    return [name for name in _git(top, *words).split("\0") if name]
-
-
-def _git(folder: str, *words: str) -> str:
-    """Return git's output; empty if ``folder`` is in no repository, or there is no git."""
-    command = ["git", "-C", folder, *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape", timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+    text, problem = git.ask(top, *words)
+    if problem:
+        raise ConfigError(f"cannot copy the code: {problem}; --no-freeze runs the original")
+    return [name for name in text.split("\0") if name]
 
 
 def _environment(top: str, name: str) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from wordrun.common import git
 from wordrun.common.files import read_json
+from wordrun.common.log import LOGGER
 from wordrun.common.version import __version__
 from wordrun.config import project
 
@@ -61,7 +62,7 @@ def _frozen(facts: dict[str, Any]) -> str | None:
 
 def _own_commit(file: Path) -> str | None:
     """Return the commit of the repository that tracks ``file``; a wheel may be installed inside another repository."""
-    tracked = _git(file.parent, "ls-files", "--error-unmatch", file.name)
+    tracked = git.ask(file.parent, "ls-files", "--error-unmatch", file.name).text
     return _commit(file.parent) if tracked else None
 
 
@@ -74,13 +75,10 @@ def _project(folder: Path, file: Path, own: str | None) -> tuple[str | None, Pat
 
 
 def _commit(folder: Path) -> str | None:
-    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
-
-
-def _git(folder: Path, *words: str) -> str:
-    """Return git's output; empty if ``folder`` is in no repository, or there is no git."""
-    try:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    """Return the commit of a repository, with ``-dirty``; None, with a warning if git does not read it: unknown."""
+    commit, problem = git.ask(folder, "rev-parse", "HEAD")
+    dirty, unknown = git.changed(folder) if commit else ([], "")
+    if problem or unknown:
+        LOGGER.warning("run.json does not have the commit of the code: %s", problem or unknown)
+        return None
+    return f"{commit.strip()}{'-dirty' * bool(dirty)}" if commit else None
