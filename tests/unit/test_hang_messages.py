@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from wordrun.common import stack_requests
+from wordrun.common import files, stack_requests
 from wordrun.dist import World
 from wordrun.dist.hang import report as hang, stacks, watch
 from wordrun.dist.hang.report import Answer
@@ -208,6 +211,74 @@ def test_a_hang_is_reported_before_the_collective_fails(tmp_path: Path) -> None:
         assert watch.reported() is None
     finally:
         one.close()
+
+
+@pytest.mark.parametrize("in_thread", [False, True])  # as autograd's are, for accelerators
+def test_compiling_the_backward_pass_is_no_hang(
+    in_thread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch compiles it when it is first called, and again for another shape."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen = []
+
+    def slow(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        seen.append(stacks.compiles(stacks.own()))
+        end = time.monotonic() + 0.7
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=slow)
+    torch._dynamo.reset()
+    model = torch.compile(lambda x: x.sin().cos(), backend=backend, dynamic=False)
+    losses = [model(torch.ones(size, requires_grad=True)).sum() for size in (2, 3)]
+    monkeypatch.setattr(watch, "SLOW", 100.0)
+    one = watch.Watch(World(), tmp_path / "failures", 0.3)
+    try:
+        with one.phase("training"):
+            pass  # the first time, the limit is longer
+        for loss in losses:
+            with one.phase("training"):
+                if in_thread:
+                    thread = threading.Thread(target=loss.backward)
+                    thread.start()
+                    thread.join()
+                else:
+                    loss.backward()
+        assert not (tmp_path / "failures").exists()
+        with one.phase("training"):
+            deadline = time.monotonic() + 90
+            while not one.reported and time.monotonic() < deadline:
+                time.sleep(0.05)
+        assert one.reported
+    finally:
+        one.close()
+    assert len(seen) == 2
+
+
+def test_ranks_that_wait_for_one_that_compiles_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SLOW", 100.0)
+    compiling = {"MainThread": [("/x/torch/_dynamo/convert_frame.py", 1, "compile_inner")]}
+    one = watch.Watch(World(rank=0, size=2), tmp_path, 0.3)
+    requests = list[str]()
+    try:
+        with one.phase("training"):
+            pass
+        with one.phase("training"):
+            deadline = time.monotonic() + 90
+            while not one.reported and time.monotonic() < deadline:
+                time.sleep(0.01)
+                asked = stack_requests.read(tmp_path / stack_requests.REQUEST)
+                if asked and asked["id"] not in requests:
+                    requests.append(asked["id"])
+                    answer = Answer(1, "b", 1, stacks=compiling if len(requests) < 3 else {})
+                    files.replace(tmp_path / asked["id"] / "1.json", json.dumps(vars(answer)))
+    finally:
+        one.close()
+    assert len(requests) == 3
+    assert one.reported
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

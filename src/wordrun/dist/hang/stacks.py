@@ -30,9 +30,14 @@ Stack = Sequence[tuple[str, int, str]]
 """File, line and function of each call, the innermost last."""
 MAIN = "MainThread"
 IN_TORCH = "/torch/distributed/"
-COMPILER = "/torch/_dynamo/convert_frame.py"
-"""The file of torch whose functions are on the stack while it compiles (2.8 to 2.13). If torch renames the file,
-compiling counts as no progress."""
+COMPILERS = re.compile(
+    r"/torch/_dynamo/(convert_frame|backends/common)\.py:|/torch/utils/cpp_extension\.py:"
+    r"|/torch/_inductor/runtime/triton_heuristics\.py:(precompile|autotune_to_one_config|coordinate_descent_tuning)$"
+    r"|/triton/compiler/compiler\.py:compile$|/triton/runtime/autotuner\.py:_bench$"
+)
+"""Matches FILE:FUNCTION of calls that are on the stack only while torch (2.8 to 2.13) or Triton compiles: the forward
+pass, the backward pass when it is first called, C++ extensions, and kernels. If a library renames them, compiling
+counts as no progress."""
 OWN = str(Path(__file__).parents[2])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 STATES = {"T": "stopped (SIGSTOP or SIGTSTP)", "t": "stopped by a debugger", "D": "waiting in the kernel (state D)"}
@@ -122,9 +127,12 @@ class Pulse:
         return time.monotonic() - self._since
 
 
-def compiles() -> bool:
-    """Return whether torch.compile compiles in the main thread, which may take minutes at any step."""
-    return any(file.endswith(COMPILER) for file, *_ in own().get(MAIN, ()))
+def compiles(stacks: Mapping[str, Stack]) -> bool:
+    """Return whether a thread compiles, which may take minutes at any step.
+
+    Accelerators' backward passes run, and are compiled, in threads of autograd's.
+    """
+    return any(COMPILERS.search(f"{file}:{code}") for calls in stacks.values() for file, _, code in calls)
 
 
 def short(file: str) -> str:

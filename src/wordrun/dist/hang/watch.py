@@ -82,6 +82,8 @@ class Watch:
         self._known = set[str]()  # phases that have been seen once
         self._name = f"wordrun-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self._answered = ""
+        self._put_off = -math.inf, -math.inf
+        """When a report of the present wait was first and last put off, on the monotonic clock."""
         self._reports = os.environ.get("WORDRUN_STATUS_DIR", "")
         """The folder in which it is reported which ranks have ended."""
         self._tick = min(TICK_S, self.hang_s / 8)
@@ -134,8 +136,13 @@ class Watch:
         limit = self.hang_s * max(self._factor, first)
         return limit if math.isinf(limit) else min(limit, self._most)
 
-    def ask(self, seconds: float = 0.0) -> None:
-        """Ask all ranks where they are, unless another rank has just asked.
+    @property
+    def longest(self) -> float:
+        """Seconds without progress that count as a hang also if a rank compiles."""
+        return min(SLOW * self.limit, self._most)
+
+    def ask(self, seconds: float = 0.0) -> bool:
+        """Ask all ranks where they are, unless another rank has just asked; return whether that was possible.
 
         Args:
             seconds: for how long there has been no progress; 0: the question is not about a hang.
@@ -146,48 +153,58 @@ class Watch:
             since = f"no progress for {seconds:g} s: " if seconds else ""
             line = stacks.user_line(stacks.own())
             LOGGER.error("%sat %s; cannot ask other ranks: %s: %s", since, line, error.filename, error.strerror)
+            return False
+        return True
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):  # signals are for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        count, since, look_at, asked = -1, 0.0, 0.0, False
+        count, since, look_at, ask_at = -1, 0.0, 0.0, 0.0
         while not self._ended.wait(self._tick):
             now = time.monotonic()
             if self._count != count:
-                count, since, asked = self._count, now, False
+                count, since, ask_at = self._count, now, 0.0
             try:
                 if self._dump.asked():
                     self.ask()
                     look_at = now
                 limit = self.limit
                 exceeded = limit if now - since > limit else self.waits() if self.opened[-1:] == [self] else 0.0
-                if exceeded and not asked and (now - since > SLOW * limit or not stacks.compiles()):
-                    asked = True
-                    self.ask(exceeded)
+                if exceeded and now >= ask_at and (now - since > self.longest or not stacks.compiles(stacks.own())):
+                    ask_at = now + limit if self.ask(exceeded) else math.inf
                     look_at = now
                 if now >= look_at:
                     look_at = now + self._every
-                    asked |= self._answer(now - since)
+                    ask_at = max(ask_at, now + self._answer(now - since))
             except Exception as error:  # such as a folder that is gone; the run must not suffer
                 LOGGER.warning("cannot report where the ranks are: %r", error)
                 look_at = time.monotonic() + ANSWER_S
 
-    def _answer(self, idle_s: float) -> bool:
-        """Answer a new request, and report if no lower rank answers; return whether the request is about a hang."""
+    def _answer(self, idle_s: float) -> float:
+        """Answer a new request, and report if no lower rank answers.
+
+        Returns:
+            For how many seconds this rank should not ask: infinite once a hang is reported.
+        """
         asked = stack_requests.read(self.folder / stack_requests.REQUEST)
         if not asked or asked["id"] == self._answered:
-            return False
+            return 0.0
         self._answered = asked["id"]
-        answers = self.folder / asked["id"]
+        answers, before = self.folder / asked["id"], self._reports_of_hangs()
         try:
             files.replace(answers / f"{self.world.rank}.json", json.dumps(self._own_answer(idle_s)))
         except FileNotFoundError:  # the report is finished
-            return True
+            return math.inf if asked["seconds"] else 0.0
         patience = min(ANSWER_S, max(self.hang_s, 2.0)) if asked["seconds"] else ASKED_S
         self._wait(answers, patience)
         if answers.is_dir() and not any((answers / f"{rank}.json").exists() for rank in range(self.world.rank)):
             self._report(asked, answers)
-        return bool(asked["seconds"])
+        if not asked["seconds"]:
+            return 0.0
+        return math.inf if self._reports_of_hangs() > before else float(asked["seconds"])
+
+    def _reports_of_hangs(self) -> int:
+        return len(list(self.folder.glob("hang-*.txt")))
 
     def _wait(self, answers: Path, patience: float) -> None:
         """Wait until the report is finished or, on rank 0, everybody has answered; answer for others meanwhile."""
@@ -247,6 +264,12 @@ class Watch:
         found = [report.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]
         found.sort(key=lambda answer: answer.rank)
         hangs = bool(asked["seconds"])
+        compiling = [answer.rank for answer in found if stacks.compiles(answer.stacks)]
+        if hangs and compiling and self._may_put_off(asked["seconds"]):
+            verb = "compile" if compiling[1:] else "compiles"
+            LOGGER.info("%s %s; no progress for %g s", report.names(compiling), verb, asked["seconds"])
+            stack_requests.withdraw(self.folder, asked["id"])
+            return
         name = f"{'hang' if hangs else 'stacks'}-{time.strftime('%Y%m%d-%H%M%S')}"
         taken = len(list(self.folder.glob(f"{name}*.txt")))
         path = self.folder / f"{name}{f'-{taken + 1}' if taken else ''}.txt"
@@ -258,6 +281,15 @@ class Watch:
         log = LOGGER.error if hangs else LOGGER.warning
         log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
         stack_requests.withdraw(self.folder, asked["id"])
+
+    def _may_put_off(self, seconds: float) -> bool:
+        """Return whether ranks that have waited ``seconds`` or longer may wait for a rank that compiles."""
+        now = time.monotonic()
+        first, last = self._put_off
+        if now - last > 2 * seconds + ANSWER_S:  # that was another wait
+            first = now
+        self._put_off = first, now
+        return now - first < self.longest - seconds
 
 
 class Waits:
