@@ -273,6 +273,191 @@ def test_models_that_wordrun_does_not_have_are_refused(
     assert says in refused(path, THEIRS[kind][0])
 
 
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": V,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_ctx": 128,
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 3,
+        "n_positions": 128,
+        "n_inner": None,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "vocab_size": V,
+        "_num_labels": 1,
+        "pruned_heads": {},
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+        "output_past": True,
+        "xla_device": None,
+    },
+    "llama 2": BASE | {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "max_sequence_length": 64},
+    "llama 3.1": BASE
+    | {
+        "model_type": "llama",
+        "mlp_bias": False,
+        "attention_bias": False,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    "smollm": BASE
+    | {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "unsloth_fixed": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "unsloth_version": "2024.9",
+    },
+    "qwen2.5": BASE
+    | {
+        "model_type": "qwen2",
+        "max_window_layers": 2,
+        "sliding_window": 128,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    },
+    "qwen3": BASE
+    | {
+        "model_type": "qwen3",
+        "head_dim": 24,
+        "max_window_layers": 3,
+        "sliding_window": None,
+        "layer_types": 3 * ["full_attention"],
+    },
+    "qwen3_moe": BASE
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+    },
+    "mixtral": BASE
+    | {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    },
+    "mistral": BASE | {"model_type": "mistral", "head_dim": None, "sliding_window": 32},
+    "gemma 3": BASE
+    | {
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "cache_implementation": "hybrid",
+        "sliding_window": 32,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+    },
+}
+"""The keys of files on the hub, with small sizes."""
+
+
+def config_of(name: str, change: dict[str, Any], without: str = "") -> TransformerConfig:
+    facts = {key: value for key, value in (PUBLISHED[name] | change).items() if key != without}
+    return model_config(Path("DIR"), facts)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read(name: str) -> None:
+    cfg = config_of(name, {})
+    assert (cfg.n_layer, cfg.n_embd, cfg.block_size) == (3, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantization_config \(gptq\).*dequantize"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "quantization="),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        (
+            {"logits_scaling": 8.0, "embedding_multiplier": 12, "residual_multiplier": 1.0},
+            "has logits_scaling=8.0, embedding_multiplier=12, which wordrun does not use",
+        ),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "supports"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "supports only rope_scaling"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}, "supports only rope_scaling"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling="),
+        ({"sliding_window": 16}, "sliding_window=16"),
+        ({"num_local_experts": 8}, "num_local_experts=8"),
+        ({"n_shared_experts": 1}, "n_shared_experts=1"),
+        ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "layer_types="),
+        ({"no_rope_layers": [0, 1, 1]}, "no_rope_layers="),
+        ({"is_causal": False}, "is_causal=false"),
+        ({"hidden_act": "relu2"}, "hidden_act=relu2"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map="),
+        ({"num_attention_heads": "four"}, "has a value of the wrong type"),
+        ({"num_attention_heads": 0}, "has a value of the wrong type"),
+    ],
+)
+def test_a_key_that_is_not_used_is_rejected_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config_of("llama 2", change)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "gpt2"])
+@pytest.mark.parametrize("key", ["num_key_value_heads", "rms_norm_eps", "rope_theta", "sliding_window", "head_dim"])
+def test_a_key_that_a_file_lacks_has_the_value_of_transformers(name: str, key: str) -> None:
+    """Of all that a file may lack, only these differ between the kinds of models."""
+    facts = {each: value for each, value in PUBLISHED[name].items() if each != key}
+    heads = {"num_attention_heads": 64, "hidden_size": 4096}
+    if name == "gemma 3":
+        facts["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    theirs = transformers.AutoConfig.for_model(**facts | heads)
+    ours: Any = model_config(Path("DIR"), facts | heads)
+    rope = theirs.rope_parameters
+    assert (ours.n_kv_head or 64) == (theirs.num_key_value_heads or 64)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert ours.window == theirs.sliding_window if hasattr(theirs, "sliding_window") else ours.window is None
+    assert (ours.head_size or 64) == (getattr(theirs, "head_dim", None) or 64)
+
+
 def test_damaged_folders_are_named(folder: Folders, tmp_path: Path) -> None:
     path = folder("gpt2")
     file = path / "model.safetensors"

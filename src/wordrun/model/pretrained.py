@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,39 @@ KINDS = {
     "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
 }
 """transformers' model types mapped to our options class, a display name and a preset."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "gemma3_text": {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+}
+"""What transformers assumes for keys that a config.json lacks, where the kinds of models differ."""
+NO_EFFECT = re.compile(
+    # about the file, tokens and classes
+    r"_name_or_path|_commit_hash|architectures|model_type|transformers_version|transformers\.js_config|(torch_)?dtype|"
+    r"unsloth_\w+|tokenizer_class|prefix|\w+_token(_id)?|id2label|label2id|_?num_labels|problem_type|finetuning_task|"
+    r"task_specific_params|is_llama_config|_pre_quantization_dtype|"
+    # what the forward pass returns, and how it is implemented
+    r"output_\w+|return_dict\w*|use_return_dict|use_cache|cache_implementation|chunk_size_feed_forward|torchscript|"
+    r"_?attn_implementation\w*|_flash_attn_2_enabled|use_flash_attn\w*|gradient_checkpointing|pretraining_tp|"
+    r"reorder_and_upcast_attn|is_decoder|n_ctx|model_max_length|max_sequence_length|max_window_layers|"
+    # training: dropout and initial values, whose options are wordrun's own
+    r"\w*dropout|\w+_pdrop|initializer_(range|factor)|router_aux_loss_coef|summary_\w+|"
+    # generating text
+    r"(max|min)_(length|new_tokens)|do_sample|early_stopping|num_beam\w+|diversity_penalty|temperature|top_[kp]|"
+    r"typical_p|(repetition|length)_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|num_return_sequences|"
+    r"remove_invalid_values|exponential_decay_length_penalty|(begin_)?suppress_tokens"
+)
+"""Keys of a config.json that do not change what a model computes from its weights."""
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb"), 1),
+    **dict.fromkeys(("lm_head_multiplier", "routed_scaling_factor", "moe_layer_freq", "decoder_sparse_step"), 1),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "factor", "attention_factor"), 1),
+    **dict.fromkeys(("is_causal", "causal", "use_rope", "scale_attn_weights"), True),
+}
+"""Values with which a key has no effect, besides those that are false: null, false, 0 and empty ones."""
 INDEX = ".index.json"
 """Ends the name of the file that says which of several files holds which weight."""
 FORMATS = ("model.safetensors", "pytorch_model.bin")
@@ -129,10 +163,43 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: there is none.
     """
     try:
-        facts: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(facts, dict):
+        raise UserError(f"{folder / 'config.json'} is not a JSON object of KEY: VALUE")
     return facts
+
+
+class Facts(dict[str, Any]):
+    """The content of a config.json, which remembers the keys that have been read."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.seen = set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the value of ``key``."""
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of ``key``, or ``default``."""
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def unused(self) -> dict[str, Any]:
+        """Return the keys that have not been read, and whose values may change what the model computes."""
+        return {
+            key: value
+            for key, value in self.items()
+            if key not in self.seen and not NO_EFFECT.fullmatch(key) and not is_neutral(key, value)
+        }
+
+
+def is_neutral(key: str, value: Any) -> bool:
+    """Return whether ``value`` means that what ``key`` describes is absent."""
+    return bool(value == NEUTRAL[key]) if key in NEUTRAL else not value
 
 
 def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
@@ -152,21 +219,44 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
             f"{folder} holds weights of a model of type {kind}; wordrun supports {known}",
             page="generate.md#start-from-existing-weights",
         )
+    content = Facts({**DEFAULTS.get(kind, {}), **facts})
+    file = folder / "config.json"
     try:
-        cfg, only = {"gpt2": _gpt2, "gemma3_text": _gemma}.get(kind, _llama)(facts)
+        cfg, only = {"gpt2": _gpt2, "gemma3_text": _gemma}.get(kind, _llama)(content)
     except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks the required key {error}") from None
+        raise ConfigError(f"{file} lacks the required key {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{file} has a value of the wrong type: {first_line(error)}") from None
     problems = [
         f"{folder} has {key}={facts[key]}, but model={KINDS[kind][2]} supports only {key}={value}"
         for key, value in only.items()
-        if facts.get(key, value) != value
+        if content.get(key, value) != value
     ]
+    unused = content.unused()
+    if (quantized := unused.pop("quantization_config", None)) is not None:
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
+        problems.append(
+            f"{file} has quantization_config ({method or value_text(quantized)}), but wordrun reads only weights that "
+            "are not quantized: use the original model, or write one with transformers' "
+            "model.dequantize().save_pretrained(DIR)"
+        )
+    if unused:
+        shown = ", ".join(f"{key}={_short(value)}" for key, value in unused.items())
+        problems.append(
+            f"{file} has {shown}, which wordrun does not use and which may change what the model computes: use another "
+            "model, or remove what has no effect from config.json"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return replace(cfg, name=KINDS[kind][2])
 
 
-def _gpt2(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _gpt2(facts: Facts) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a GPT-2's config.json, and the values that its other keys must have if present."""
     cfg = GPTConfig(
         n_layer=facts["n_layer"],
@@ -188,16 +278,20 @@ def _gpt2(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
     }
 
 
-def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
+def _llama(facts: Facts) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a LLaMA's config.json, and the values that its other keys must have if present."""
     # transformers 5 has one entry for the rotary embedding; older versions keep the base separately.
-    name = "rope_parameters" if "rope_parameters" in facts else "rope_scaling"
+    name = "rope_parameters" if dict(facts).get("rope_parameters") else "rope_scaling"
     rope = {"rope_theta": facts.get("rope_theta", 10000.0), **(facts.get(name) or {})}
     theta, factor, unknown = _rope(rope)
     n_head, width = facts["num_attention_heads"], facts["hidden_size"]
     shared = facts.get("num_key_value_heads") or n_head
     model = facts["model_type"]
-    head_size = facts.get("head_dim") or (128 if model == "qwen3" else width // n_head)
+    head_size = facts.get("head_dim") or width // n_head
+    # Qwen's files have a sliding_window even with use_sliding_window=false.
+    window = None if model == "llama" else facts.get("sliding_window")
+    window = None if model.startswith("qwen") else window
+    kinds = facts.get("layer_types") or []
     options_of: type[LlamaConfig] = LlamaConfig
     mixture: dict[str, Any] = {}
     if model in ("qwen3_moe", "mixtral"):
@@ -216,7 +310,7 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
         qk_norm=model in ("qwen3", "qwen3_moe"),
         qkv_bias=model == "qwen2",
         n_embd=width,
-        window=facts.get("sliding_window") if model in ("mistral", "mixtral") else None,
+        window=window,
         n_hidden=facts["moe_intermediate_size" if model == "qwen3_moe" else "intermediate_size"],
         vocab_size=facts["vocab_size"],
         block_size=facts.get("max_position_embeddings", 2048),
@@ -233,11 +327,16 @@ def _llama(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
         "use_sliding_window": False,
         **({"decoder_sparse_step": 1} if model == "qwen3_moe" else {}),
         **({"mlp_only_layers": []} if facts.get("mlp_only_layers") else {}),
+        **({name: unknown} if unknown else {}),
     }
-    return cfg, only | ({name: unknown} if unknown else {})
+    if {*kinds} - {"sliding_attention" if window else "full_attention"}:
+        only["layer_types"] = "the same for all layers"
+    if model == "qwen3_moe":
+        facts.get("intermediate_size")  # of layers without experts
+    return cfg, only
 
 
-def _gemma(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]:
+def _gemma(facts: Facts) -> tuple[TransformerConfig, dict[str, Any]]:
     """Return our options for a Gemma 3's config.json, and the values that its other keys must have if present."""
     # Bases and scaling have keys of their own before transformers 5.
     ropes = facts.get("rope_parameters") or {"full_attention": facts.get("rope_scaling") or {}}
@@ -245,10 +344,13 @@ def _gemma(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     local, local_factor, local_unknown = _rope(
         {"rope_theta": facts.get("rope_local_base_freq", 1e4), **ropes.get("sliding_attention", {})}
     )
-    kinds, every = facts.get("layer_types") or [], facts.get("sliding_window_pattern", 6)
+    kinds = facts.get("layer_types") or []
+    every = facts.get("sliding_window_pattern") or facts.get("_sliding_window_pattern", 6)
+    facts.seen.add("_sliding_window_pattern")
     if kinds:
         every = [*kinds, "full_attention"].index("full_attention") + 1
-    layers, window = facts["num_hidden_layers"], None if every == 1 else facts["sliding_window"]
+    layers, window = facts["num_hidden_layers"], facts.get("sliding_window")
+    window = None if every == 1 else window
     head_size = facts.get("head_dim", 256)
     cfg = LlamaConfig(
         n_layer=layers,
@@ -272,6 +374,7 @@ def _gemma(facts: Mapping[str, Any]) -> tuple[TransformerConfig, dict[str, Any]]
     )
     only: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
         "attention_bias": False,
         "query_pre_attn_scalar": head_size,
         "final_logit_softcapping": None,
@@ -291,11 +394,13 @@ def _rope(rope: Mapping[str, Any]) -> tuple[float, float, str]:
     rope = dict(rope)
     theta = float(rope.pop("rope_theta"))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
+    allowed = f"{ {'rope_type': 'default'} } or { {**STRETCH, 'factor': '...'} }"
     if kind == "default":
-        return theta, 1.0, ""
+        rope.pop("original_max_position_embeddings", None)
+        return theta, 1.0, "" if all(starmap(is_neutral, rope.items())) else allowed
     factor, stretched = rope.pop("factor", 1.0), {key: value for key, value in STRETCH.items() if key != "rope_type"}
     known = kind == STRETCH["rope_type"] and rope == stretched
-    return theta, float(factor), "" if known else f"{ {'rope_type': 'default'} } or { {**STRETCH, 'factor': '...'} }"
+    return theta, float(factor), "" if known else allowed
 
 
 def differences(
