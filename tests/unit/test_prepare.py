@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -422,7 +423,7 @@ def test_a_file_that_cannot_be_used_is_left_out(tmp_path: Path, capfd: pytest.Ca
     (folder / "a.txt").write_text(sample_text()[:3000])
     (folder / "b.txt").write_text("")
     words = ["data=text", f"data.path={folder}", "tokenizer=byte"]
-    line = f"WARNING data=text: left out a file that cannot be used: {folder / 'b.txt'} (empty)"
+    line = f"WARNING data=text: read 1 file (1 text), left out a file that cannot be used: {folder / 'b.txt'} (empty)"
     assert main(words) == 0
     assert capfd.readouterr().out.count(line) == 1
     cfg = config(folder)
@@ -440,8 +441,9 @@ def test_every_run_names_what_was_left_out(tmp_path: Path, caplog: pytest.LogCap
         (found,) = [r.message for r in caplog.records if "left out" in r.message]
         path = tmp_path / "in"
         assert found == (
-            f"data=text: left out 6 files that cannot be used: {path / 'a.jsonl.gz'} (damaged), {path / 'a.jsonl.zst'} "
-            f"(damaged), {path / 'a.parquet'} (damaged) and 3 more"
+            "data=text: read 2 files (2 text), left out 6 files that cannot be used: "
+            f"{path / 'a.jsonl.gz'} (damaged), {path / 'a.jsonl.zst'} (damaged), {path / 'a.parquet'} (damaged) and 3 "
+            "more"
         )
     kept = manifests.load(fingerprint.folder_of(locate(cfg.data), cfg.tokenizer)).left_out
     assert [text.rpartition("/")[2] for text in kept[3:]] == [
@@ -502,7 +504,7 @@ def test_a_folder_is_listed_once_and_without_hidden_folders(tmp_path: Path, monk
     (tmp_path / "in" / "._good0.txt").write_text("hidden")
     walks: list[Any] = []
     walk = os.walk
-    monkeypatch.setattr(os, "walk", lambda folder: walks.append(folder) or walk(folder))
+    monkeypatch.setattr(os, "walk", lambda folder, **options: walks.append(folder) or walk(folder, **options))
     data = TextConfig("text", path=str(tmp_path / "in"), prepared=str(tmp_path / "out"))
     source = locate(data)
     run.execute(run.begin(source, BYTE, tmp_path / "out"), World())
@@ -636,7 +638,7 @@ def test_a_killed_worker_ends_the_preparation_and_is_named(tmp_path: Path) -> No
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "abc"}\n' * 20)
     pipe = tmp_path / "c.jsonl.gz"
-    pipe.write_bytes(b"\x1f\x8b")  # as gzip begins
+    pipe.write_bytes(gzip.compress(b'{"text": "abc"}\n'))
     working = by_workers(tmp_path, tmp_path / "out")
     pipe.unlink()
     os.mkfifo(pipe)

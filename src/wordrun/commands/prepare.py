@@ -102,7 +102,8 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
             prepared.compare(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
             fingerprint.warn_of_other_code(folder, manifest.load(folder), cfg.data, cfg.tokenizer)
         if cfg.data.strict:
-            manifest.check_left_out(manifest.load(folder).left_out, cfg.data)
+            found = manifest.load(folder)
+            manifest.check_left_out(cfg.data, found.left_out, faults=found.faults)
         return cfg, folder, None
     if source.is_tokens and not cfg.data.prepared:
         raise ConfigError(
@@ -117,7 +118,7 @@ def _begin(overrides: Sequence[str], stack: contextlib.ExitStack) -> tuple[Confi
             f"there is no such process, remove {path}"
         )
     preparation = run.begin(source, cfg.tokenizer, folder)
-    manifest.check_left_out(preparation.left_out, cfg.data)
+    manifest.check_left_out(cfg.data, preparation.left_out, preparation.files_read)
     return cfg, folder, preparation
 
 
@@ -161,5 +162,7 @@ def report(folder: Path, found: manifest.Manifest) -> None:
         LOGGER.info("%s: %s tokens, %s documents, %d shards", split, f"{tokens:,}", f"{documents:,}", count)
     if found.left_out:
         LOGGER.info("left out: %s", manifest.few(found.left_out))
+    if found.faults:
+        LOGGER.warning("left out %s", manifest.described(found.faults))
     LOGGER.info("tokenizer %s, vocabulary %s", found.settings["tokenizer"]["name"], f"{found.vocab_size:,}")
     LOGGER.info("in %s", folder)

@@ -209,7 +209,6 @@ def _data_of_mix(cfg: Config) -> list[TextConfig]:
 
 def open_text(text: str, val_fraction: float, cfg: TokenizerConfig) -> Opened:
     """Tokenize a text in memory, with a tokenizer built from it; its last ``val_fraction`` is for validation."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
     tokenizer = tokenizers.build(cfg, [text])
     tokens = tokenizer.encode_batch([text])[0].astype(shards.dtype_for(tokenizer.vocab_size))
     split = int(len(tokens) * (1 - val_fraction))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ class Manifest:
     val: list[Entry] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """Files of the source that could not be used, each with the reason."""
+    files_read: str = ""
+    """How many files of which types were read."""
+    faults: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Rows that were left out: their number for each reason, and a message that names the first."""
 
     @property
     def dtype(self) -> str:
@@ -75,17 +80,34 @@ def few(names: Sequence[str], most: int = 3) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def check_left_out(names: Sequence[str], data: TextConfig) -> None:
-    """Log which files of the source could not be used.
+def described(faults: Mapping[str, tuple[int, str]]) -> str:
+    """Return how many rows were left out for which reasons, each with a message that names the first."""
+    total = sum(count for count, _ in faults.values())
+    reasons = "; ".join(f"{count:,} {reason}: {first}" for reason, (count, first) in faults.items())
+    return f"{total:,} row{'s' * (total != 1)} ({reasons})"
+
+
+def check_left_out(
+    data: TextConfig, names: Sequence[str], files_read: str = "", faults: Mapping[str, tuple[int, str]] | None = None
+) -> None:
+    """Log in one line what was read and what was left out: files that cannot be used, and rows without text.
 
     Raises:
-        ConfigError: there are some, and data.strict is set.
+        ConfigError: something was left out, and data.strict is set.
     """
     if names and data.strict:
         raise ConfigError(f"data.strict=true, but files cannot be used: {few(names)}. Repair or remove them")
+    if faults and data.strict:
+        raise ConfigError(f"data.strict=true, but rows have no text: {described(faults)}. Repair or remove them")
+    parts = [f"read {files_read}"] if files_read else []
     if names:
-        count = f"{len(names)} files" if len(names) > 1 else "a file"
-        LOGGER.warning("data=%s: left out %s that cannot be used: %s", data.name, count, few(names), extra=FIRST_RANK)
+        count = f"{len(names):,} files" if len(names) > 1 else "a file"
+        parts.append(f"left out {count} that cannot be used: {few(names)}")
+    if faults:
+        parts.append(f"left out {described(faults)}")
+    level = logging.WARNING if names or faults else logging.INFO
+    if parts:
+        LOGGER.log(level, "data=%s: %s", data.name, ", ".join(parts), extra=FIRST_RANK)
 
 
 def is_complete(folder: Path) -> bool:
@@ -103,7 +125,7 @@ def load(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = {split: [Entry(**entry) for entry in content[split]] for split in SPLITS}
-        content = {"left_out": []} | content  # until 0.1 such files were refused
+        content = {"left_out": [], "files_read": "", "faults": {}} | content  # until 0.1 such files were refused
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)} | entries)
     except FileNotFoundError:
         raise ConfigError(

@@ -43,7 +43,10 @@ class TextConfig(DataConfig):
     hf (dataset), pairs (path: .jsonl files of prompts and answers; the loss is on the answers alone), shards (path: a
     folder of tokens prepared elsewhere) or mix (several datasets)."""
     path: str | None = None
-    """A UTF-8 text file, a folder or a glob: .txt, .md, .jsonl (also .gz, .zst) and .parquet; for shards, a folder."""
+    """A file, a folder or a glob of text (.txt, .md, .rst, .tex) or rows (.jsonl, .json, .csv, .tsv, .parquet), also
+    compressed (.gz, .zst, .bz2, .xz); for shards, a folder."""
+    format: str | None = None
+    """What the files are, whatever their suffixes: text, jsonl, json, csv or parquet; null: by suffix and content."""
     url: str | None = None
     """URL from which to download the file if path does not exist."""
     sha256: str | None = None
@@ -51,9 +54,9 @@ class TextConfig(DataConfig):
     offline: str = "error"
     """What to do if the download fails: error, or sample (train on the built-in text and show a warning)."""
     strict: bool = False
-    """Refuse a folder with an empty, unreadable or binary file among the others, instead of leaving that file out."""
+    """Refuse files that cannot be used and rows without text, instead of leaving them out with a warning."""
     text_key: str = "text"
-    """Field (.jsonl) or column (.parquet, hf) that contains the text."""
+    """Field or column that contains the text of a row."""
     prompt_key: str = "prompt"
     """Field of a prompt (pairs)."""
     answer_key: str = "answer"
@@ -90,6 +93,8 @@ class TextConfig(DataConfig):
     def problems(self) -> Iterable[str]:
         yield from super().problems()
         yield from one_of("data.offline", self.offline, ["error", "sample"])
+        if self.format is not None:
+            yield from one_of("data.format", self.format, ["text", "jsonl", "json", "csv", "parquet"])
         if self.kind == "pairs":
             yield from self._pairs_problems()
         if self.kind in ("file", "download") and not self.path:

@@ -12,7 +12,7 @@ from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 
-COMPARED = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
+COMPARED = ("kind", "format", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
 """Options that must match the ones data.prepared was made with."""
 COMPARED_PAIRS = ("prompt_key", "answer_key", "template")
 """More of them for prompts and answers."""
@@ -35,7 +35,7 @@ def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *,
     """
     manifest = manifests.load(folder)
     compare(folder, manifest, data, tokenizer)
-    manifests.check_left_out(manifest.left_out, data)
+    manifests.check_left_out(data, manifest.left_out, manifest.files_read, manifest.faults)
     train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
     return manifests.tokenizer(folder, manifest), train, val
 

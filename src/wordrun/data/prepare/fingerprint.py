@@ -46,6 +46,10 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
         found |= {name: getattr(source.data, name) for name in PAIR_SETTINGS}
         if source.data.other_fields():  # which were literal text in older versions
             found["fields"] = source.data.other_fields()
+    if source.data.format:
+        found["format"] = source.data.format
+    if source.data.kind == "file":  # of which more types are read, and rows and byte-order marks are left out
+        found["reading"] = 2
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()
     if found["tokenizer"].get("path"):  # the content matters, not the name

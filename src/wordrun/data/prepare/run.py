@@ -79,6 +79,8 @@ class Preparation:
     """The remaining work items of each task."""
     left_out: list[str] = field(default_factory=list)
     """Files of the source that cannot be used, each with the reason."""
+    files_read: str = ""
+    """How many files of which types are read."""
 
 
 def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
@@ -89,7 +91,7 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
     """
     items, left_out = source.items(), source.left_out()
     if source.data.strict:
-        manifests.check_left_out(left_out, source.data)
+        manifests.check_left_out(source.data, left_out)
     work = writer.make_folder(folder / "work")
     for left in [*folder.glob(".*.bin.*"), *folder.glob(".*.docs.*"), *work.glob("rank-*"), *work.glob(".*")]:
         left.unlink(missing_ok=True)
@@ -106,7 +108,7 @@ def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparati
         todo["characters"] = [
             i.number for i in items if not tokenize.record_of(folder, "characters", i.number).exists()
         ]
-    return Preparation(source, tokenizer, folder, items, revision, settings, todo, left_out)
+    return Preparation(source, tokenizer, folder, items, revision, settings, todo, left_out, source.files_read())
 
 
 def _restart_if_changed(folder: Path, work: Path, settings: str) -> None:
@@ -213,11 +215,16 @@ def _finish(preparation: Preparation) -> None:
     """Write the manifest from the records of all work items."""
     folder, source = preparation.folder, preparation.source
     by_item = [_entries(folder, item) for item in preparation.items]
+    faults: tokenize.Faults = {}
+    for item in preparation.items:
+        for reason, (count, first) in _record(folder, item)["faults"].items():
+            faults[reason] = faults.get(reason, (0, first))[0] + count, faults.get(reason, (0, first))[1]
     entries = {split: [entry for found in by_item for entry in found[split]] for split in manifests.SPLITS}
     remedies = {"train": "more text", "val": f"a larger data.val_fraction than {source.data.val_fraction}"}
     for split, remedy in remedies.items():
         if not entries[split]:
-            raise ConfigError(f"data={source.data.name} has no text for the split {split}: use {remedy}")
+            rows = f" ({manifests.described(faults)} are left out)" if faults else ""
+            raise ConfigError(f"data={source.data.name} has no text for the split {split}{rows}: use {remedy}")
     saved = (folder / manifests.TOKENIZER).read_text(encoding="utf-8")
     tokenizer = tokenizers.from_json(saved)
     sha256 = hashlib.sha256(saved.encode()).hexdigest()
@@ -233,6 +240,8 @@ def _finish(preparation: Preparation) -> None:
             sha256,
             **entries,
             left_out=preparation.left_out,
+            files_read=preparation.files_read,
+            faults=faults,
         ),
     )
     shutil.rmtree(folder / "work", ignore_errors=True)
@@ -240,8 +249,13 @@ def _finish(preparation: Preparation) -> None:
 
 def _entries(folder: Path, item: WorkItem) -> dict[str, list[manifests.Entry]]:
     """Return the shards in the record of ``item``, by split."""
-    record = json.loads(tokenize.record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
+    record = _record(folder, item)
     return {split: [manifests.Entry(**entry) for entry in record[split]] for split in manifests.SPLITS}
+
+
+def _record(folder: Path, item: WorkItem) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(tokenize.record_of(folder, "shards", item.number).read_text(encoding="utf-8"))
+    return record
 
 
 def _counts(path: Path) -> list[int]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.errors import UserError
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.data import shards
 from wordrun.data.foreign import check_range
 from wordrun.data.manifest import SPLITS, TOKENIZER
@@ -27,6 +27,10 @@ BATCH = 2**20
 
 Report = Callable[[int, int, int], None]
 """Called with the work item's documents, tokens and characters so far."""
+Faults = dict[str, tuple[int, str]]
+"""Rows that are left out: their number for each reason, and a message that names the first."""
+BLANK = ("null", "empty")
+"""Reasons for which even all rows of a work item may be left out."""
 Chunk = tuple[str, bool, str, bool]
 """A part of a text, whether it begins a document, its split, and whether it is part of an answer."""
 
@@ -56,7 +60,7 @@ def process(task: str, item: WorkItem, source: Source, folder: Path, report: Rep
 def _characters(item: WorkItem, source: Source, report: Report) -> str:
     found: set[str] = set()
     read = 0
-    for document in source.documents(item):
+    for document in documents(item, source, {}):
         found |= set(distinct(document.text))
         read += len(document.text)
         report(0, 0, read)
@@ -69,25 +73,25 @@ def _tokenizer(content: str) -> Tokenizer:
     return from_json(content)
 
 
-def write_shards(
-    item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report
-) -> dict[str, list[dict[str, Any]]]:
-    """Write the shards of ``item`` and return their manifest entries by split."""
+def write_shards(item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
+    """Write the shards of ``item`` and return their manifest entries by split, and the rows that are left out."""
+    faults: Faults = {}
     pairs = source.data.kind == "pairs"
     splits = {split: SplitWriter(split, item, tokenizer, folder, pairs=pairs) for split in SPLITS}
     if source.is_tokens:
         _rewrite(item, splits[item.kind], tokenizer, report)
     else:
-        _encode(item, source, tokenizer, splits, report)
-    return {split: [asdict(entry) for entry in written.finish()] for split, written in splits.items()}
+        _encode(_batches(_split(item, source, faults)), tokenizer, splits, report)
+    entries = {split: [asdict(entry) for entry in written.finish()] for split, written in splits.items()}
+    return {**entries, "faults": faults}
 
 
 def _encode(
-    item: WorkItem, source: Source, tokenizer: Tokenizer, splits: dict[str, SplitWriter], report: Report
+    batches: Iterable[list[Chunk]], tokenizer: Tokenizer, splits: dict[str, SplitWriter], report: Report
 ) -> None:
-    """Write the texts of ``item`` as tokens."""
+    """Write the texts of ``batches`` as tokens."""
     documents = tokens = read = 0
-    for batch in _batches(_split(item, source)):
+    for batch in batches:
         texts = [text for text, *_ in batch]
         for (text, begins, split, answers), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
             splits[split].add(ids, begins, answers)
@@ -105,13 +109,36 @@ def _rewrite(item: WorkItem, split: SplitWriter, tokenizer: Tokenizer, report: R
         report(0, start - item.start + len(part), 0)
 
 
-def _split(item: WorkItem, source: Source) -> Iterator[Chunk]:
+def documents(item: WorkItem, source: Source, faults: Faults) -> Iterator[Document]:
+    """Yield the documents of ``item`` that have text, and count the others in ``faults``.
+
+    Raises:
+        ConfigError: one has none, and data.strict is set; or no row has text, and it is not because all are empty.
+    """
+    any_text = False
+    for document in source.documents(item):
+        if document.fault is None:
+            any_text = True
+            yield document
+            continue
+        reason, message = document.fault
+        if source.data.strict:
+            raise ConfigError(f"data.strict=true, but {message}")
+        count, first = faults.get(reason, (0, message))
+        faults[reason] = count + 1, first
+    if not any_text:
+        for reason, (_, message) in faults.items():
+            if reason not in BLANK:
+                raise ConfigError(message)
+
+
+def _split(item: WorkItem, source: Source, faults: Faults) -> Iterator[Chunk]:
     """Yield chunks of text, each assigned to training or validation.
 
     Validation gets the end of each part of a plain text, or every (1 / val_fraction)-th of many documents.
     """
     share, number = source.data.val_fraction, -1
-    for document in source.documents(item):
+    for document in documents(item, source, faults):
         number += document.begins
         if item.kind == "text":
             cut = int(len(document.text) * (1 - share))

@@ -22,6 +22,9 @@ from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 
+BOM = "\ufeff"
+"""The byte-order mark, which is no part of a text: at the beginning of a file, or between files that were joined."""
+
 
 @dataclass(frozen=True)
 class WorkItem:
@@ -29,13 +32,15 @@ class WorkItem:
 
     number: int
     kind: str
-    """text, jsonl, packed (a compressed .jsonl), parquet or hf; for foreign shards, train or val."""
+    """text, jsonl, json, csv, parquet or hf; for foreign shards, train or val."""
     path: str = ""
     start: int = 0
     """In bytes; for parquet, row groups; for hf, the shard of the stream or the first row; for shards, tokens."""
     stop: int = 0
     size: int = 0
     """Bytes to read, as far as known: the largest items are processed first."""
+    packing: str = ""
+    """The compression of the file, which is then a single item."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Document:
     """Whether this is the beginning of the text."""
     answers: bool = False
     """Whether it is the answer to the prompt before it, which is predicted."""
+    fault: tuple[str, str] | None = None
+    """Of a row that has no text: the reason, by which such rows are counted, and a message that names the row."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,10 @@ class Source:
         """Return the files that are left out because nothing can be read from them, each with the reason."""
         return []
 
+    def files_read(self) -> str:
+        """Return how many files of which types are read; empty: unknown."""
+        return ""
+
     def size(self) -> int | None:
         """Return its size in bytes, or None if unknown."""
         files = self.files()
@@ -97,10 +108,10 @@ class Source:
         raise NotImplementedError
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
-        """Yield the non-empty texts of ``item``.
+        """Yield the texts of ``item``, and a document with a fault for each row without text.
 
         Raises:
-            ConfigError: if the file is damaged, binary, not UTF-8, or lacks the field.
+            ConfigError: if the file is damaged, binary or not UTF-8.
         """
         raise NotImplementedError
 
@@ -117,11 +128,36 @@ class Source:
         return None if cfg.built_from else tokenizers.build(cfg)
 
 
-def cleaned(texts: Iterable[str | None]) -> Iterator[Document]:
-    """Yield the non-empty ``texts`` without characters that UTF-8 cannot encode (JSON may contain "\\ud800")."""
-    for text in texts:
-        if text:
-            yield Document(text if text.isascii() else text.encode("utf-8", "replace").decode())
+class BadRowError(ConfigError):
+    """A row has no text: it is left out and counted, or refused by data.strict.
+
+    Args:
+        reason: by which such rows are counted.
+        message: names the row.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.fault = reason, message
+
+    def as_document(self) -> Document:
+        """Return the document that stands for the row."""
+        return Document("", begins=False, fault=self.fault)
+
+
+def required(text: str | None, where: str, what: str = "text") -> str:
+    """Return ``text`` without byte-order marks, and without what UTF-8 cannot encode (JSON may contain "\\ud800").
+
+    Raises:
+        BadRowError: it is null or empty.
+    """
+    if text is None:
+        raise BadRowError("null", f"{where} has null as {what}")
+    if not text.isascii():
+        text = text.replace(BOM, "").encode("utf-8", "replace").decode()
+    if not text:
+        raise BadRowError("empty", f"{where} has an empty {what}")
+    return text
 
 
 def state_of(paths: Iterable[Path], root: Path) -> str:

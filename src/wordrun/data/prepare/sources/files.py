@@ -1,37 +1,40 @@
-"""Text files: .txt, .md, .jsonl (plain or compressed) and .parquet, read completely or in parts."""
+"""Text files: plain text, and rows of JSON, CSV and Parquet, also compressed, read completely or in parts."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import glob
-import gzip
 import io
 import json
 import os
+import re
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from wordrun.common.errors import ConfigError, first_line
+from wordrun.data import contents
+from wordrun.data.contents import DAMAGE, FORMATS, UNKNOWN, UNNAMED, Content, opened
 from wordrun.data.manifest import few
 from wordrun.data.options import TextConfig
-from wordrun.data.prepare.sources.base import Document, Source, WorkItem, cleaned, optional
+from wordrun.data.prepare.sources.base import BOM, BadRowError, Document, Source, WorkItem, optional, required
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""Types of files to read from a folder."""
-PROBED = 2**16
-"""Bytes at the beginning of a file that show whether it can be text."""
-MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"}
-"""The first bytes of each other type of file, by suffix."""
 MAX_LINE = 2**20
 """Maximum number of bytes to search for a line break before cutting the text anyway."""
-Part = tuple[str, str, int, int, int]
-"""Kind, path, start, stop and size of a work item."""
+MAX_ROW = 2**27
+"""Maximum size of a row in bytes: reading one must not need all memory."""
+READ = 2**20
+"""Characters of a JSON value to read at once."""
+SPACE, COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
+Part = tuple[str, str, int, int, int, str]
+"""Kind, path, start, stop, size and packing of a work item."""
+Row = dict[str, Any] | BadRowError
+"""The fields of a row, or what is wrong with it."""
 
 
 class FileSource(Source):
@@ -42,116 +45,154 @@ class FileSource(Source):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def files(self) -> list[Path]:
-        """Return the file, or the files in the folder or matching the glob, sorted by name.
+        """Return the file, or those in the folder or matching the glob whose names say what they are, sorted by name.
 
         Raises:
             ConfigError: if there are none.
         """
-        return self._files
+        return self._found[0]
 
     @cached_property
-    def _files(self) -> list[Path]:
+    def _found(self) -> tuple[list[Path], list[str]]:
+        """The files, and what is left out because of its name, each with the reason."""
         path = str(self.path)
         if os.path.isdir(path):
-            found = list(_in_folder(path))
-            what = f"has no {', '.join(SUFFIXES)}: name a folder with some"
+            paths, what = (
+                list(_below(path)),
+                "has no .txt, .md, .jsonl, .json, .csv or .parquet: name a folder with some",
+            )
         elif glob.has_magic(path) and not os.path.exists(path):
-            found = [Path(p) for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
+            paths = [Path(p) for p in glob.glob(path, recursive=True) if not os.path.isdir(p)]
             what = "matches no file: put it in quotes, so that the shell does not expand it, and check the spelling"
         elif os.path.exists(path):
-            return [Path(path).absolute()]
+            return [Path(path).absolute()], []
         else:
-            found, what = [], f"cannot be read: {os.strerror(errno.ENOENT)}. Name a text file that you may read"
-        if not found:
+            paths, what = [], f"cannot be read: {os.strerror(errno.ENOENT)}. Name a text file that you may read"
+        if not paths:
             raise ConfigError(f"data.path={path} {what}")
-        return sorted(p.absolute() for p in found)
+        kept, left_out, seen = [], [], set[str]()
+        # Links come last: what they refer to may be read by its own name.
+        for each in sorted((p.absolute() for p in paths), key=lambda p: (p.is_symlink(), p)):
+            named = contents.by_name(each.name)
+            fault = named.fault or contents.ELSEWHERE.get(named.type, "")
+            if self.data.format and fault in (UNKNOWN, UNNAMED):
+                fault = ""
+            if each.is_dir():
+                fault = "a link to a folder that is read already"
+            elif not fault and (real := os.path.realpath(each)) in seen:
+                fault = "a link to a file that is read already"
+            elif not fault:
+                seen.add(real)
+            if fault:
+                left_out.append(f"{each} ({fault})")
+            else:
+                kept.append(each)
+        if not kept:
+            raise ConfigError(self._nothing(left_out))
+        return sorted(kept), left_out
+
+    def _nothing(self, left_out: list[str]) -> str:
+        more = ". data.format=text reads files of any type as text" * any(UNKNOWN in each for each in left_out)
+        return f"data.path={self.path} has no file that can be used: {few(left_out)}{more}"
 
     @cached_property
-    def _faults(self) -> dict[Path, str]:
-        """Files among several that cannot be used, and why."""
-        files = self.files()
-        return {path: fault for path in files if (fault := _fault(path))} if len(files) > 1 else {}
+    def _contents(self) -> dict[Path, Content]:
+        """What each file is, according to its beginning.
+
+        Raises:
+            ConfigError: there is a single file, from which nothing can be read.
+        """
+        found = {path: contents.by_content(path, self.data.format) for path in self.files()}
+        if os.path.isdir(str(self.path)) or len(found) > 1:
+            return found
+        ((path, content),) = found.items()
+        if not content.fault or content.fault == "damaged":  # of which reading says more
+            return {path: content if content.type else replace(contents.by_name(path.name), fault="")}
+        remedy = {
+            "empty": ": name a file with text, or use data=sample",
+            "binary": " file: name a UTF-8 text file",
+            UNKNOWN: ": set data.format=text to read it as text, or to the type of its rows: jsonl, json, csv, parquet",
+        }.get(content.fault, "")
+        if content.fault.startswith("cannot be read"):
+            raise ConfigError(f"data.path={path} {content.fault}. Name a text file that you may read")
+        article = "a " * (content.fault == "binary")
+        raise ConfigError(f"data.path={path} is {article}{content.fault}{remedy}")
 
     def left_out(self) -> list[str]:
-        """Return the files that are left out because they are empty, unreadable or binary, each with the reason."""
-        return [f"{path} ({fault})" for path, fault in self._faults.items()]
+        """Return the files that are left out, each with the reason."""
+        faults = [f"{path} ({content.fault})" for path, content in self._contents.items() if content.fault]
+        return sorted(faults + self._found[1])
+
+    def files_read(self) -> str:
+        """Return how many files of which types are read."""
+        return contents.described(content.type for content in self._contents.values() if not content.fault)
 
     def items(self) -> list[WorkItem]:
-        """Return work items of about data.shard_mb each; a compressed file is a single item."""
-        files = [path for path in self.files() if path not in self._faults]
-        if not files:
-            raise ConfigError(f"data.path={self.path} has no file that can be used: {few(self.left_out())}")
-        parts = [part for path in files for part in _parts(path, self.data.shard_mb * 2**20, self.data)]
+        """Return work items of about data.shard_mb each; a file that cannot be divided is a single item."""
+        most = self.data.shard_mb * 2**20
+        used = {path: content for path, content in self._contents.items() if not content.fault}
+        if not used:
+            raise ConfigError(self._nothing(self.left_out()))
+        parts = [part for path, content in used.items() for part in _parts(path, content, most, self.data)]
         return [WorkItem(number, *part) for number, part in enumerate(parts)]
 
     def single_text(self) -> WorkItem | None:
         """Return the work item for the complete file if the source is one plain text file, else None."""
         paths = self.files()
-        if len(paths) > 1:
+        if len(paths) > 1 or self._contents[paths[0]] != Content("text"):
             return None
-        part = _parts(paths[0], sys.maxsize, self.data)[0]
-        return WorkItem(0, *part) if part[0] == "text" else None
+        return WorkItem(0, *_parts(paths[0], Content("text"), sys.maxsize, self.data)[0])
 
     def beginning(self, item: WorkItem, characters: int) -> WorkItem:
         """Return the beginning of a part of a text; a character has at most four bytes."""
-        if item.kind != "text":
+        if item.kind != "text" or item.packing:
             return item
         start, stop = extent(item)
         return replace(item, start=start, stop=min(stop, start + 4 * characters))
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
-        """Yield the texts of ``item``."""
+        """Yield the texts of ``item``, and a document with a fault for each row without text."""
         if item.kind == "text":
-            return _of_text(item)
-        return cleaned(_of_rows(item, self.data) if item.kind == "parquet" else _of_lines(item, self.data))
+            yield from _of_packed(item, self.data.shard_mb * 2**20) if item.packing else _of_text(item)
+            return
+        for row, where in rows(item, [self.data.text_key]):
+            try:
+                yield Document(field(row, self.data.text_key, where))
+            except BadRowError as error:
+                yield error.as_document()
 
 
-def _in_folder(folder: str) -> Iterator[Path]:
-    """Yield the files of known types in ``folder`` and below, except in hidden folders such as .git and .venv."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = Path(parent, name)
-            if name.endswith(SUFFIXES) and not name.startswith(".") and path.is_file():
-                yield path
+def _below(folder: str) -> Iterator[Path]:
+    """Yield the files in ``folder`` and below, also in linked folders, and links to folders that are yielded anyway."""
+    seen = {os.path.realpath(folder)}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        inside = [os.path.join(parent, name) for name in sorted(folders) if not contents.is_litter(name)]
+        folders[:] = []
+        for path in sorted(inside, key=os.path.islink):
+            if (real := os.path.realpath(path)) in seen:
+                yield Path(path)
+            else:
+                seen.add(real)
+                folders.append(os.path.basename(path))
+        yield from (Path(parent, name) for name in names if not contents.is_litter(name))
 
 
-def _fault(path: Path) -> str | None:
-    """Return why nothing can be read from a file, according to its beginning; None: it looks right."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(PROBED)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if not head or (len(head) < PROBED and head.isspace()):
-        return "empty"
-    if magic := MAGIC.get(path.suffix):
-        return None if head.startswith(magic) else "damaged"
-    return "binary" if b"\0" in head else None
-
-
-def _parts(path: Path, most: int, data: TextConfig) -> list[Part]:
+def _parts(path: Path, content: Content, most: int, data: TextConfig) -> list[Part]:
     """Return the parts of one file, of about ``most`` bytes each."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        message = f"data.path={path} cannot be read: {error.strerror}. Name a text file that you may read"
-        raise ConfigError(message) from None
-    if size == 0:
-        raise ConfigError(f"data.path={path} is empty: name a file with text, or use data=sample")
-    if path.name.endswith((".gz", ".zst")):
-        return [("packed", str(path), 0, size, size)]
-    if path.suffix == ".parquet":
+    if content.type not in FORMATS:
+        raise ConfigError(f"data.path={path} is {contents.ELSEWHERE[content.type]}")
+    size = path.stat().st_size
+    if content.type == "parquet":
         return _row_groups(path, most, data)
-    kind = "jsonl" if path.suffix == ".jsonl" else "text"
+    if content.packing or content.type not in ("text", "jsonl"):
+        return [(content.type, str(path), 0, size, size, content.packing)]
     count = max(1, round(size / most))
     cuts = [size * i // count for i in range(count + 1)]
-    return [(kind, str(path), a, b, b - a) for a, b in pairwise(cuts)]
+    return [(content.type, str(path), a, b, b - a, "") for a, b in pairwise(cuts)]
 
 
 def decoded(content: bytes, path: str, at: int = 0) -> str:
-    """Return ``content`` as text.
+    """Return ``content`` as text, without byte-order marks and with line breaks as "\\n".
 
     Args:
         content: bytes from the file at ``path``.
@@ -162,12 +203,13 @@ def decoded(content: bytes, path: str, at: int = 0) -> str:
         zero = at + content.index(b"\0")
         raise ConfigError(f"data.path={path} is a binary file (a zero at byte {zero}): name a UTF-8 text file")
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.path={path} is not UTF-8 text (byte {at + error.start}): convert it, for example with "
             f"iconv -f latin1 -t utf-8 {path}"
         ) from None
+    return text.replace(BOM, "").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def extent(item: WorkItem) -> tuple[int, int]:
@@ -187,6 +229,28 @@ def _of_text(item: WorkItem) -> Iterator[Document]:
             raise ConfigError(f"data.path={item.path} is empty: name a file with text, or use data=sample")
 
 
+def _of_packed(item: WorkItem, most: int) -> Iterator[Document]:
+    """Yield a compressed text in parts of about ``most`` bytes."""
+    rest, at, begins = b"", 0, True
+    try:
+        with opened(item.path, item.packing) as file:
+            while read := file.read(most):
+                content = rest + read + file.readline(MAX_LINE)
+                cut = len(content)
+                if not content.endswith(b"\n"):  # perhaps within a character, which the next part begins with
+                    while cut > 1 and content[cut - 1] & 0xC0 == 0x80:
+                        cut -= 1
+                    cut -= content[cut - 1] >= 0x80
+                if text := decoded(content[:cut], item.path, at):
+                    yield Document(text, begins=begins)
+                    begins = False
+                rest, at = content[cut:], at + cut
+    except DAMAGE as error:
+        raise ConfigError(f"{item.path} is damaged ({error}): copy it again") from None
+    if rest:
+        yield Document(decoded(rest, item.path, at), begins=begins)
+
+
 def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
     """Return the start of the first line from ``at`` on; if none starts in ``most`` bytes, of the next character."""
     if at == 0:
@@ -204,88 +268,178 @@ def _line(file: IO[bytes], at: int, most: int | None = None) -> int:
     return position
 
 
-def _of_lines(item: WorkItem, data: TextConfig) -> Iterator[str]:
-    for line, where in lines(item):
-        yield field(line, data.text_key, where)
+def rows(item: WorkItem, columns: list[str] | None = None) -> Iterator[tuple[Row, str]]:
+    """Yield the rows of a file, and where each is, for messages.
+
+    Args:
+        item: a part of a file, or all of it.
+        columns: those to read of a .parquet file, which must contain text; None: all.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    read = {"jsonl": _of_lines, "json": _of_json, "csv": _of_csv}.get(item.kind)
+    where = item.path
+    try:
+        for row, where in read(item) if read else _of_parquet(item, columns):
+            yield row, where
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{item.path} is not UTF-8 ({error.reason}, after {where}): convert the file") from None
+    except DAMAGE as error:
+        raise ConfigError(f"{item.path} is damaged ({error}, after {where}): copy it again") from None
 
 
-def lines(item: WorkItem) -> Iterator[tuple[bytes, str]]:
-    """Yield the non-empty lines of a .jsonl file, decompressed, and where each is, for messages."""
+def _of_lines(item: WorkItem) -> Iterator[tuple[Row, str]]:
     number, left = 0, sys.maxsize
     since = f" after byte {item.start:,}" if item.start else ""
-    try:
-        with _unpacked(item.path) as file:
-            if item.kind == "jsonl":
-                position = _line(file, item.start)
-                left = _line(file, item.stop) - position
-                file.seek(position)
-            while left > 0 and (line := file.readline()):
-                left -= len(line)
-                number += 1
-                if line.strip():
-                    yield line, f"{item.path} (line {number}{since})"
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{item.path} is damaged ({error}, line {number}{since}): copy it again") from None
+    with opened(item.path, item.packing) as file:
+        if not item.packing:
+            position = _line(file, item.start)
+            left = _line(file, item.stop) - position
+            file.seek(position)
+        while left > 0 and (line := file.readline(MAX_ROW)):
+            left -= len(line)
+            number += 1
+            where = f"{item.path} (line {number}{since})"
+            if len(line) == MAX_ROW and not line.endswith(b"\n"):
+                while (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
+                    left -= len(more)
+                left -= len(more)
+                yield BadRowError("too long", f"{where} has more than {MAX_ROW // 2**20} MiB"), where
+            elif line.strip():
+                yield _parsed(line, where), where
 
 
-def _unpacked(path: str) -> Any:
-    """Open ``path`` for reading, decompressed."""
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.endswith(".zst"):
-        pyarrow = optional("pyarrow", path)
-        # Unlike zstandard's reader, this one detects truncated files.
-        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 2**18)
-    return open(path, "rb")
-
-
-def field(line: bytes, key: str, where: str, option: str = "data.text_key") -> str:
-    """Return the text in the field ``key``, which ``option`` names, of a line of JSON."""
+def _parsed(line: bytes, where: str) -> Row:
+    """Return the fields of a line of JSON."""
     try:
         row: Any = json.loads(line)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is not UTF-8 (byte {error.start} of the line): convert the file") from None
+        return BadRowError("not UTF-8", f"{where} is not UTF-8 (byte {error.start} of the line): convert the file")
     except ValueError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from None
-    text = row.get(key) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        has = f"the fields {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise ConfigError(f"{where} has no text in the field {option}={key}, only {has}")
-    return text
+        return BadRowError("not JSON", f"{where} is not valid JSON: {error}")
+    except RecursionError:
+        return BadRowError("nested too deeply", f"{where} is JSON that is nested too deeply")
+    return _checked(row, where)
+
+
+def _checked(row: Any, where: str) -> Row:
+    if isinstance(row, dict):
+        return row
+    return BadRowError("without fields", f"{where} has no fields, only a {type(row).__name__}")
+
+
+def _of_json(item: WorkItem) -> Iterator[tuple[Row, str]]:
+    """Yield the objects of an array, or those that follow one another without one."""
+    decoder = json.JSONDecoder()
+    with opened(item.path, item.packing) as binary, io.TextIOWrapper(binary, "utf-8-sig") as file:
+        text = file.read(READ)
+        at = SPACE.match(text).end()  # type: ignore[union-attr]
+        is_array = text[at : at + 1] == "["
+        at += is_array
+        for number in range(1, sys.maxsize):
+            where = f"{item.path} (row {number})"
+            while True:
+                try:
+                    at = COMMA.match(text, at).end()  # type: ignore[union-attr]
+                    if is_array and text[at : at + 1] == "]":
+                        return
+                    row, end = decoder.raw_decode(text, at)
+                    break
+                except RecursionError:
+                    raise ConfigError(f"{where} is JSON that is nested too deeply: leave it out") from None
+                except ValueError as error:  # perhaps the rest of the row has not been read
+                    more = file.read(max(READ, len(text) - at)) if len(text) - at < MAX_ROW else ""
+                    if not more and not is_array and number > 1 and at == len(text):
+                        return
+                    if not more:
+                        raise ConfigError(f"{where} is not valid JSON: {first_line(error)}") from None
+                    text, at = text[at:] + more, 0
+            yield _checked(row, where), where
+            at = end
+
+
+def _of_csv(item: WorkItem) -> Iterator[tuple[Row, str]]:
+    """Yield the rows after the first, which names the columns; that also shows what separates them."""
+    csv.field_size_limit(MAX_ROW)
+    with (
+        opened(item.path, item.packing) as binary,
+        io.TextIOWrapper(binary, "utf-8-sig", "surrogateescape", newline="") as file,
+    ):
+        head = file.readline(MAX_LINE)
+        table = csv.reader(chain([head], file), delimiter=max(",\t;|", key=head.count))
+        names = next(table)
+        while True:
+            where = f"{item.path} (line {table.line_num + 1})"
+            try:
+                cells = next(table)
+                ",".join(cells).encode()
+            except StopIteration:
+                return
+            except UnicodeEncodeError:
+                yield BadRowError("not UTF-8", f"{where} is not UTF-8: convert the file"), where
+            except csv.Error as error:
+                yield BadRowError("not CSV", f"{where} is not CSV: {error}"), where
+            else:
+                if len(cells) == len(names):
+                    yield dict(zip(names, cells, strict=True)), where
+                elif cells:
+                    counts = f"has {len(cells)} columns instead of {len(names)}"
+                    yield BadRowError("with other columns", f"{where} {counts}"), where
+
+
+def field(row: Row, key: str, where: str, option: str = "data.text_key", *, may_be_empty: bool = False) -> str:
+    """Return the text in the field ``key`` of a row, which ``option`` names.
+
+    Raises:
+        BadRowError: there is none.
+    """
+    if isinstance(row, BadRowError):
+        raise row
+    text = row.get(key)
+    if not isinstance(text, str) and not (text is None and key in row):
+        raise BadRowError(
+            "without text",
+            f"{where} has no text in the field {option}={key}, only the fields {', '.join(map(str, row))}",
+        )
+    return "" if text == "" and may_be_empty else required(text, where, option[5:-4])
 
 
 def _row_groups(path: Path, most: int, data: TextConfig) -> list[Part]:
-    metadata = _parquet(path, data).metadata
+    metadata = _parquet(path, [data.text_key] if data.kind != "pairs" else None).metadata
     parts, start, size = [], 0, 0
     for group in range(metadata.num_row_groups):
         size += metadata.row_group(group).total_byte_size
         if size >= most or group == metadata.num_row_groups - 1:
-            parts.append(("parquet", str(path), start, group + 1, size))
+            parts.append(("parquet", str(path), start, group + 1, size, ""))
             start, size = group + 1, 0
     if not metadata.num_rows:
         raise ConfigError(f"{path} has no rows: leave it out, or name a file with text")
     return parts
 
 
-def _parquet(path: str | Path, data: TextConfig) -> Any:
-    """Open the file at ``path`` and check its column."""
+def _parquet(path: str | Path, columns: list[str] | None) -> Any:
+    """Open the file at ``path`` and check that the ``columns`` contain text."""
     parquet = optional("pyarrow.parquet", str(path))
     try:
         file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:  # from pyarrow
         raise ConfigError(f"{path} is a damaged .parquet file ({first_line(error)}): copy it again") from None
-    kinds = {field.name: str(field.type) for field in file.schema_arrow}
-    if kinds.get(data.text_key) not in ("string", "large_string", "string_view"):
-        shown = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise ConfigError(f"{path} has no text column data.text_key={data.text_key}, only {shown}")
+    kinds = {field.name: str(field.type).removeprefix("dictionary<values=") for field in file.schema_arrow}
+    for column in columns or []:
+        if not kinds.get(column, "").startswith(("string", "large_string")):
+            shown = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+            raise ConfigError(f"{path} has no text column data.text_key={column}, only {shown}")
     return file
 
 
-def _of_rows(item: WorkItem, data: TextConfig) -> Iterator[str | None]:
-    file = _parquet(item.path, data)
+def _of_parquet(item: WorkItem, columns: list[str] | None) -> Iterator[tuple[Row, str]]:
+    file = _parquet(item.path, columns)
+    number = sum(file.metadata.row_group(group).num_rows for group in range(item.start))
     try:
-        for group in range(item.start, item.stop):
-            for batch in file.iter_batches(row_groups=[group], columns=[data.text_key]):
-                yield from batch.column(0).to_pylist()
+        for batch in file.iter_batches(row_groups=list(range(item.start, item.stop)), columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield row, f"{item.path} (row {number})"
     except (ValueError, OSError) as error:
         raise ConfigError(f"{item.path} is a damaged .parquet file ({first_line(error)}): copy it again") from None

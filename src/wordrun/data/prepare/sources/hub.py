@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.data.options import TextConfig
-from wordrun.data.prepare.sources.base import Document, Source, WorkItem, cleaned, optional, state_of
+from wordrun.data.prepare.sources.base import BadRowError, Document, Source, WorkItem, optional, required, state_of
 
 PROBE_S = 5
 """Seconds to wait for an answer from the hub."""
@@ -69,7 +69,13 @@ class HubSource(Source):
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
         """Yield the texts of ``item``."""
-        return cleaned(_texts(item, self.data))
+        for number, text in enumerate(_texts(item, self.data), 1):
+            try:
+                yield Document(
+                    required(text, f"data.dataset={self.data.dataset} (row {number} of work item {item.number})")
+                )
+            except BadRowError as error:
+                yield error.as_document()
 
 
 def _folder(data: TextConfig) -> Path | None:

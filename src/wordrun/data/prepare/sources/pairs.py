@@ -1,4 +1,4 @@
-"""Prompts and answers in .jsonl files."""
+"""Prompts and answers in rows of files: .jsonl, .json, .csv and .parquet."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from itertools import islice
 from typing import Any
 
 from wordrun.common.errors import ConfigError, nearest
-from wordrun.data.prepare.sources.base import Document, WorkItem, cleaned
-from wordrun.data.prepare.sources.files import FileSource, field, lines
+from wordrun.data.contents import ROWS
+from wordrun.data.prepare.sources.base import BadRowError, Document, WorkItem, required
+from wordrun.data.prepare.sources.files import FileSource, Row, field, rows
 
 LOOKED_AT = 100
-"""Lines in which a field of data.template must occur at least once."""
+"""Rows in which a field of data.template must occur at least once."""
 
 
 class PairSource(FileSource):
-    """The .jsonl files given by data.path, with a prompt and an answer on each line."""
+    """The files given by data.path, with a prompt and an answer in each row."""
 
     def items(self) -> list[WorkItem]:
         """Return the work items of the files.
 
         Raises:
-            ConfigError: a file is not a .jsonl file, or its first lines lack a field of data.template.
+            ConfigError: a file has no rows, or its first ones lack a field of data.template.
         """
         items = super().items()
         for item in items:
-            if item.kind not in ("jsonl", "packed"):
+            if item.kind not in ROWS:
                 raise ConfigError(
-                    f"data.path={item.path} is not a .jsonl file, which data.kind=pairs needs",
+                    f"data.path={item.path} is not a .jsonl file or another one with rows (.json, .csv, .parquet), "
+                    "which data.kind=pairs needs",
                     page="finetune.md#fine-tune",
                 )
         if names := self.data.other_fields():
@@ -39,26 +41,27 @@ class PairSource(FileSource):
 
     def documents(self, item: WorkItem) -> Iterator[Document]:
         """Yield the prompt and the answer of each pair in turn, with the text of data.template around them."""
-        more = bool(self.data.other_fields())
-        for line, where in lines(item):
-            prompt = field(line, self.data.prompt_key, where, "data.prompt_key")
-            answer = field(line, self.data.answer_key, where, "data.answer_key")
-            if not answer:
-                raise ConfigError(f"{where} has an empty answer: remove the line")
-            before, after = self.data.turn(prompt, partial(_text_of, json.loads(line) if more else {}, where))
-            texts = [*cleaned([before]), *(replace(document, answers=True) for document in cleaned([answer + after]))]
-            yield from (replace(document, begins=number == 0) for number, document in enumerate(texts))
+        for row, where in rows(item):
+            try:
+                yield from self._pair(row, where)
+            except BadRowError as error:
+                yield error.as_document()
+
+    def _pair(self, row: Row, where: str) -> list[Document]:
+        prompt = field(row, self.data.prompt_key, where, "data.prompt_key", may_be_empty=True)
+        answer = field(row, self.data.answer_key, where, "data.answer_key")
+        before, after = self.data.turn(prompt, partial(_text_of, row, where))
+        texts = [Document(required(before, where, "prompt"))] if before else []
+        texts.append(Document(required(answer + after, where, "answer"), answers=True))
+        return [replace(document, begins=number == 0) for number, document in enumerate(texts)]
 
     def _check_fields(self, item: WorkItem, names: list[str]) -> None:
         """Raise a ConfigError if none of the first lines of ``item`` has one of the fields ``names``."""
         missing, known = names, set[str]()
-        for line, _ in islice(lines(item), LOOKED_AT):
-            try:
-                row = json.loads(line)
-            except ValueError:  # the line is rejected when it is prepared
-                continue
-            missing = [name for name in missing if _value(row, name) is None]
-            known |= {*row} if isinstance(row, dict) else set()
+        for row, _ in islice(rows(item), LOOKED_AT):
+            if not isinstance(row, BadRowError):
+                missing = [name for name in missing if _value(row, name) is None]
+                known |= {*row}
         if missing and known:
             raise ConfigError(
                 f"data.template={self.data.template!r}: no line of {item.path} has the field "
@@ -83,7 +86,7 @@ def _text_of(row: Any, where: str, name: str) -> str:
     """Return the text of the field ``name`` of a line; a number or a boolean is written as in JSON."""
     value = _value(row, name)
     if value is None:
-        raise ConfigError(f"{where} lacks the field {name}, which data.template has")
+        raise BadRowError("without a field", f"{where} lacks the field {name}, which data.template has")
     if isinstance(value, dict | list):
         keys = ", ".join(value) if isinstance(value, dict) else f"0 to {len(value) - 1}"
         raise ConfigError(
