@@ -215,7 +215,7 @@ class Named(NoForward):
         (lambda cfg, shape, classes: "text", r"str should be an nn.Module with a method losses\(self, batch\)"),
         (
             TwoArguments,
-            r"TwoArguments.losses\(self, inputs: .*targets: .*\) .*should be losses\(self, batch\)",
+            r"TwoArguments.losses\(self, inputs, targets\) .*should take \(self, batch\)",
         ),
         (Named, r"Named has attributes of names that wordrun uses \(weights\): rename them"),
     ],
@@ -410,14 +410,14 @@ def test_hooks_and_other_parts_that_cannot_be_made_are_named_together(
     class OtherHook(OwnHook):
         """Nothing to say either."""
 
-    for name, options, make in (("first", OwnHook, fails), ("second", OtherHook, lambda: None)):
+    for name, options, make in (("first", OwnHook, fails), ("second", OtherHook, lambda options: 1 / 0)):
         monkeypatch.setitem(parts("hooks"), name, Part(options, make, "hooks", name, "mine/parts.py:8"))
     monkeypatch.setitem(parts("metrics"), "third", Part(OwnMetric, "nowhere:third", "metrics", "third", "parts.py:9"))
     with pytest.raises(PartError) as caught:
         wordrun.Trainer(own(Net, "hooks=[first,second]", "metrics=[third]"))
     first, second, third = str(caught.value).splitlines()
     assert first.startswith("hooks=first (mine/parts.py:8): fails failed: KeyError: 'what they lack' (test_plain_model")
-    assert second.startswith("hooks=second (mine/parts.py:8): <lambda> failed: TypeError: ")
+    assert second.startswith("hooks=second (mine/parts.py:8): <lambda> failed: ZeroDivisionError: ")
     assert third.startswith("metrics=third (parts.py:9): cannot import nowhere: ModuleNotFoundError")
     assert third.endswith("; traceback: run/failures/rank-0.txt")
     assert Path("run/failures/rank-0.txt").read_text().count("The above exception was the direct cause") == 3

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from wordrun import Trainer, compose
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.model.construction import meta_model
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
@@ -497,3 +498,11 @@ def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"needs: pip install 'wordrun\[hf\]'"):
         fetch("openai/gpt2")
+
+
+def test_a_mismatch_is_named_before_the_memory_of_the_model_is_planned(folder: Folders) -> None:
+    """And before the data are prepared."""
+    words = ["model=mistral_7b", "data=text", "data.path=/no/such/file", "tokenizer=byte", "train.device=cpu"]
+    cfg = compose([*words, "tracker=jsonl", f"train.init_from=hf:{folder('llama')}"])
+    with pytest.raises(ConfigError, match=r"use the options of these weights: model.n_layer=2 model.n_head=4 "):
+        Trainer(cfg)

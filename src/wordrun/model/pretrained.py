@@ -67,6 +67,19 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("is_causal", "causal", "use_rope", "scale_attn_weights"), True),
 }
 """Values with which a key has no effect, besides those that are false: null, false, 0 and empty ones."""
+FREE = (
+    "name",
+    "batch_size",
+    "dropout",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+    *mup.FIELDS,
+    "balance_rate",
+    "balance_loss",
+)
+"""Options of a model that do not depend on its weights."""
 INDEX = ".index.json"
 """Ends the name of the file that says which of several files holds which weight."""
 FORMATS = ("model.safetensors", "pytorch_model.bin")
@@ -412,19 +425,7 @@ def differences(
     """
     _, name, preset = KINDS[kind]
     options = {field.name: getattr(described, field.name) for field in fields(described)}
-    free = (
-        "name",
-        "batch_size",
-        "dropout",
-        "lora_rank",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_targets",
-        *mup.FIELDS,
-        "balance_rate",
-        "balance_loss",
-    )
-    for option in free:
+    for option in FREE:
         options.pop(option, None)
     if type(described) is not type(cfg):
         overrides = [f"model={preset}", *(f"model.{key}={value_text(value)}" for key, value in options.items())]

@@ -6,13 +6,13 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from wordrun import dist
 from wordrun.backend.unused_parameters import UnusedError
 from wordrun.common import exit_reports
-from wordrun.common.errors import OtherRankError, PartError, UserError, first_line, raise_all
+from wordrun.common.errors import ConfigError, OtherRankError, PartError, UserError, first_line, raise_all
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.common.section import value_text
 from wordrun.config.registry import KINDS, Part, part_of, parts
@@ -20,7 +20,7 @@ from wordrun.config.schema import SEVERAL, Config, parts_in
 from wordrun.dist import torch_private
 from wordrun.dist.collectives import first_text
 from wordrun.dist.hang import watch
-from wordrun.train import rng
+from wordrun.train import rng, signatures
 from wordrun.train.hints import relative
 from wordrun.train.hooks.base import Hook, Training
 from wordrun.train.options import TrainConfig
@@ -157,21 +157,24 @@ def chosen(cfg: Config) -> list[Part]:
     return several + [part_of(kind, options) for kind, options in parts_in(cfg).items() if kind in KINDS]
 
 
-def load_parts(cfg: Config, rank: int) -> dict[str, Hook]:
+def load_parts(cfg: Config, rank: int, added: Sequence[Hook] = ()) -> dict[str, Hook]:
     """Import the code of all parts of ``cfg`` from outside wordrun, and return its hooks by name.
 
     Raises:
-        UserError: some cannot be imported, or hooks cannot be constructed; the message names all of them.
+        UserError: some cannot be imported or called as wordrun calls them, or hooks cannot be constructed, or hooks
+            ``added`` in Python cannot be called; the message names all of them.
     """
-    hooks, errors = dict[str, Hook](), []
+    hooks, errors = dict[str, Hook](), list[UserError]()
+    for cls in dict.fromkeys(map(type, added)):
+        errors += [ConfigError(problem, page="extend.md#a-hook") for problem in signatures.class_problems(cls, Hook)]
     for part in chosen(cfg):
         if rank and part.kind == "tracker":  # only rank 0 has trackers
             continue
         try:
+            if part.origin:
+                signatures.check(part)
             if part.kind == "hooks":
                 hooks[part.name] = part.build(cfg.hooks[part.name])
-            elif part.origin:
-                part.load()
         except UserError as error:
             errors.append(error)
     raise_all(errors)

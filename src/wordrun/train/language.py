@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from wordrun import dist
 from wordrun.backend.base import Backend
+from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import LOGGER
 from wordrun.config.registry import refuse_own_model
@@ -41,7 +42,7 @@ from wordrun.train.hooks.base import Hook
 from wordrun.train.hooks.standard import Sample
 from wordrun.train.metrics import evaluation_mode
 from wordrun.train.options import TrainConfig
-from wordrun.train.task import Task, flops_of
+from wordrun.train.task import Task, flops_of, require_same_shapes
 
 EPOCHS = 40
 """Above this number of epochs a model without dropout learns almost nothing new (Muennighoff et al. 2023)."""
@@ -107,11 +108,19 @@ class LanguageTask(Task):
         return replace(cfg, data=data, run_dir=str(moved) if cfg.run_dir else ""), banner
 
     @classmethod
-    def check_source(cls, source: str) -> None:
+    def check_source(cls, cfg: Config, source: str) -> None:
+        vocab_size = cfg.tokenizer.known_vocab_size
         if source.startswith("hf:"):
-            pretrained.fetch(source.removeprefix("hf:"))
-        else:
-            super().check_source(source)
+            refuse_own_model(cfg.model)
+            folder = pretrained.fetch(source.removeprefix("hf:"))
+            pretrained.open_weights(folder, lora.without(cfg.transformer), vocab_size)
+            return
+        super().check_source(cfg, source)
+        if isinstance(cfg.model, TransformerConfig):
+            saved = find(Path(source), check=False)
+            saved.require_text()
+            model = meta_model(lora.without(cfg.model), vocab_size or saved.vocab_size)
+            require_same_shapes(source, saved, cfg, model)
 
     @classmethod
     def open(cls, cfg: Config, world: dist.World) -> Corpus:

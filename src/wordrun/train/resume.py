@@ -121,11 +121,11 @@ def find(cfg: Config, world: dist.World, hooks: Sequence[CheckpointHook] = ()) -
     return Start(run_dir, folder, manifest, on_disk, why=why)
 
 
-def check_source(cfg: Config, world: dist.World, check: Callable[[str], None]) -> None:
-    """On rank 0 of a run that starts anew, call ``check`` with train.init_from, if it is set."""
+def check_source(cfg: Config, world: dist.World, check: Callable[[Config, str], None]) -> None:
+    """On rank 0 of a run that starts anew, call ``check`` with the config and train.init_from, if it is set."""
     source = cfg.train.init_from
     if world.rank == 0 and source and candidates(cfg, restarted())[0] is None:
-        check(source)
+        check(cfg, source)
 
 
 def restarted() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from wordrun import dist
 from wordrun.backend.base import Backend, MakeModel
 from wordrun.checkpoint.folder import locate
-from wordrun.checkpoint.load import find
+from wordrun.checkpoint.load import Saved, find
 from wordrun.common import lazy
 from wordrun.common.errors import ConfigError
+from wordrun.common.section import value_text
 from wordrun.config.schema import Config
 from wordrun.data.loader import Loader
 from wordrun.dist.mesh import Layout
-from wordrun.model import mup
+from wordrun.model import mup, pretrained
 from wordrun.model.base import Model
 from wordrun.plan.parameter_shapes import ModelShapes
 from wordrun.train.hooks.base import Hook
@@ -72,11 +74,12 @@ class Task:
         return cfg, None
 
     @classmethod
-    def check_source(cls, source: str) -> None:
-        """Check that train.init_from=``source`` exists, before the data are read; one rank calls this.
+    def check_source(cls, cfg: Config, source: str) -> None:
+        """Check train.init_from=``source``, as far as that is possible before the data are read; one rank calls this.
 
         Raises:
             UserError: it does not exist.
+            ConfigError: it has the weights of another model.
         """
         try:
             locate(Path(source))
@@ -127,17 +130,7 @@ class Task:
         except ConfigError as error:
             raise ConfigError(f"train.init_from={source}: {error}") from None
         saved = find(dist.broadcast(folder, world), check=False)
-        theirs = {name: p.shape for name, p in saved.meta_model().weights()}
-        ours = {name: p.shape for name, p in self.initial_model.weights()}
-        different = [
-            f"  {name}: shape {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here"
-            for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name) != theirs.get(name)
-        ]
-        if different:
-            more = ["  ..."] if different[8:] else []
-            first = f"the weights in train.init_from={source} do not fit model={self.cfg.model.name}:"
-            raise ConfigError("\n".join([first, *different[:8], *more]))
+        require_same_shapes(source, saved, self.cfg, self.initial_model)
         return saved.folder, mup.suited(saved.weights(), saved.config.model, self.cfg.model)
 
     def loader(self, gas: int, device: torch.device) -> Loader:
@@ -175,6 +168,29 @@ class Task:
     def announce(self, examples: int) -> None:
         """Log which data the run trains on, and how many epochs ``examples`` are."""
         raise NotImplementedError
+
+
+def require_same_shapes(source: str, saved: Saved, cfg: Config, model: Model) -> None:
+    """Raise a ConfigError if the weights of train.init_from=``source`` do not fit ``model`` of ``cfg``."""
+    theirs = {name: p.shape for name, p in saved.meta_model().weights()}
+    ours = {name: p.shape for name, p in model.weights()}
+    different = [
+        f"  {name}: shape {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    if different:
+        more = ["  ..."] if different[8:] else []
+        first = f"the weights in train.init_from={source} do not fit model={cfg.model.name}:"
+        there = saved.config.model
+        options = [
+            f"model.{field.name}={value_text(getattr(there, field.name))}"
+            for field in fields(there)
+            if field.name not in pretrained.FREE and getattr(there, field.name) != getattr(cfg.model, field.name, None)
+        ]
+        preset = [f"model={there.name}"] if there.name != cfg.model.name else []
+        remedy = f"use the options of these weights: {' '.join(preset + options)}"
+        raise ConfigError("\n".join([first, *different[:8], *more, remedy]))
 
 
 def flops_of(model: Model, batch: Any) -> int | None:

@@ -112,7 +112,7 @@ class Trainer(Training):
     def _build(self, hooks: Sequence[Hook], closers: contextlib.ExitStack) -> None:
         """Settle the config, and create the trainer's parts in order of their dependencies."""
         world = self.world
-        configured = load_parts(self.cfg, world.rank)
+        configured = load_parts(self.cfg, world.rank, hooks)
         keepers = [lazy.load(name)() for name in self.cfg.train.save_hooks]
         for hook in keepers:
             closers.callback(hook.release)
