@@ -199,7 +199,7 @@ def test_a_shard_that_the_manifest_does_not_know_is_refused(tmp_path: Path) -> N
     [
         ("train_1.bin", b"no shard at all, but a text", "is not a shard"),
         ("train_1.bin", b"", "is not a shard"),
-        ("train.bin", b"odd", "nanoGPT's tokens have 2 each"),
+        ("train.bin", b"odd", "nanoGPT's tokens take 2 bytes each"),
         ("train.npy", b"no numpy", "is not a valid .npy file"),
     ],
 )

@@ -15,7 +15,7 @@ from wordrun.data.shards import Array, Tokens
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """A batch of B examples, whose fields are tensors or facts about them; a task's own batches derive from it."""
+    """A batch of B examples: a dataclass of tensors and other values. The batch classes of all tasks derive from it."""
 
     def __len__(self) -> int:
         """Return B."""
@@ -48,9 +48,9 @@ class Batch(TensorBatch):
     eot: int | None = None
     """The end-of-text token that precedes each document; set if attention is confined to documents."""
     scale: Tensor | None = None
-    """Factor of each sequence's mean loss, () or (B,); for pairs it is T over a number of predicted tokens."""
+    """Factor for each sequence's mean loss, () or (B,). T / predicted tokens makes it the mean over these alone."""
     pairs: Tensor | None = None
-    """The number of each token's pair within its sequence, (B, T), if attention is confined to pairs."""
+    """For each token, the number of its pair within the sequence, (B, T); set if attention is confined to pairs."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -81,7 +81,7 @@ class Batch(TensorBatch):
         return replace(self, **moved)
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Return the batch as it is: nothing in it is multiplied by weights, and ``scale`` multiplies fp32 losses."""
+        """Return the batch unchanged: tokens are integers, and ``scale`` multiplies fp32 losses."""
         return self
 
 

@@ -29,7 +29,7 @@ from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 
 IN_MEMORY = 2**26
-"""Maximum size in bytes of a text that tokenizer=char encodes on every rank, in a second, without preparation."""
+"""Maximum size in bytes of a text that tokenizer=char does not prepare: every rank encodes it, in about a second."""
 AUTO_PREPARE = 2**30
 """Maximum size in bytes of a source that a run prepares automatically; larger ones need ``wordrun prepare``."""
 
@@ -130,7 +130,7 @@ def _prepare_once(source: Source, tokenizer: TokenizerConfig, folder: Path, worl
 
 
 def _copied(folder: Path, under: str, world: dist.World) -> Path:
-    """Copy ``folder`` to this node with one of its ranks, and return the copy."""
+    """Copy ``folder`` to this node, once per node, and return the path of the copy."""
     to = node_copy.target(folder, under)
     lock.once_per_file_system(
         to,
@@ -185,7 +185,7 @@ def _data_of_mix(cfg: Config) -> list[TextConfig]:
     """Return the options of the data sets in data.mix.
 
     Raises:
-        ConfigError: if one is unknown, or each would get a different tokenizer.
+        ConfigError: if a data set is unknown, or would get a tokenizer of its own.
     """
     parts = []
     for name in cfg.text.mix:

@@ -1,4 +1,4 @@
-"""Data that consist of examples with an index, such as images and their classes: batches, order, validation set."""
+"""Map-style datasets, such as images and their classes: batches, training order and validation set."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from wordrun.data.order import Permutation
 from wordrun.data.validation_set import deal
 
 Augment = Callable[[Any, np.random.Generator], Any]
-"""Returns a random variation of an input, or for batches of another class than ``Examples`` of a dict of the example's
-fields; the generator depends only on the seed and the example's index in the run."""
+"""Returns a randomly changed input. If ``Splits.batch`` is not ``Examples``, it takes and returns a dict of the
+example's fields. The generator depends only on the seed and the example's index in the run."""
 Vary = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""Returns a variation of an example, given its row in the batch."""
+"""Returns an example after ``Augment``, given its row in the batch and its fields."""
 SINGULAR = {"inputs": "input", "targets": "target"}
 """What messages call the fields of ``Examples``."""
 
@@ -64,13 +64,13 @@ class Splits:
     train: Dataset
     val: Dataset
     model: dict[str, Any] = field(default_factory=dict)
-    """What the model's constructor takes besides its options, JSON-serializable, such as the number of ``classes``."""
+    """Arguments of the model's constructor besides its options, such as the number of ``classes``; JSON-serializable."""
     origin: str = ""
     """Origin of the data, for the log and run.json."""
     augment: Augment | None = None
-    """Applied to the inputs of training examples, or to training examples as dicts if ``batch`` is another class."""
+    """Applied to training inputs; if ``batch`` is another class than ``Examples``, to dicts of an example's fields."""
     threads: int = 1
-    """Threads that read examples at the same time, if ``draws`` is false."""
+    """Number of threads that read examples in parallel, if ``draws`` is false."""
     batch: type[TensorBatch] = Examples
     """Class of the batches, a dataclass with a field for each value of an example."""
     draws: bool = True
@@ -86,9 +86,9 @@ class Reader:
         dataset: the split.
         what: its name in messages.
         classes: number of classes, if the targets are classes.
-        draws: whether they may draw from the process's random generators.
-        threads: threads that read examples at the same time, unless they draw.
-        part: the part that has made the dataset, to be named if reading fails.
+        draws: whether reading an example may draw from the process's random generators.
+        threads: number of threads that read examples in parallel, unless ``draws``.
+        part: the part that made the dataset, for messages.
         batch: class of the batches, a dataclass; its fields without a default are what an example consists of.
 
     Raises:
@@ -198,7 +198,7 @@ class Reader:
         Args:
             batch: what ``empty`` returned.
             indices: of the examples in the dataset.
-            key: returns what the process's random generators are seeded with before a row is read, if examples draw
+            key: returns the seed of the process's random generators for reading a row, if examples draw
                 from them; they are restored at the end. No other thread may use them.
             vary: changes an example, given its row.
         """
@@ -270,7 +270,7 @@ def _described(value: Any) -> str:
 
 
 def _loses(found: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether ``dtype`` cannot hold all values of the type ``found``, apart from their rounding to fp32."""
+    """Return whether ``dtype`` cannot hold all values of type ``found``; rounding to fp32 does not count."""
     if (found.is_floating_point and dtype == torch.float32) or (found.is_complex and dtype == torch.complex64):
         return False
     try:
@@ -282,7 +282,7 @@ def _loses(found: torch.dtype, dtype: torch.dtype) -> bool:
 class ExampleOrder:
     """The training examples of a run by index, a function of the seed and the index alone.
 
-    Each epoch visits every example once, in a shuffled order of its own.
+    Each epoch visits every example once, in a new shuffled order.
     """
 
     unit = "examples"
@@ -320,7 +320,7 @@ class ExampleOrder:
     def _varied(self, index: int, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the run's example ``index`` after ``augment``."""
         assert self.augment is not None
-        # Counter-based: the same for any number of ranks, and after a resume.
+        # A counter-based generator: the same values for any number of ranks, and after a resume.
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
         if self.reader.batch is Examples:
             inputs, targets = example

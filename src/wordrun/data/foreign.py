@@ -25,7 +25,7 @@ EXAMINED = 2**20
 def open_foreign(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World) -> Opened:
     """Return the contents of the folder data.path: llm.c shards, nanoGPT files, .npy files, or our own shards.
 
-    Every rank must call this, and has rank 0's tokenizer: other nodes may lack the vocabulary.
+    Every rank must call this. All get the tokenizer that rank 0 has read: other nodes may lack its vocabulary.
     """
     folder = files.absolute(str(data.path))
     if manifests.is_complete(folder):

@@ -1,5 +1,4 @@
-"""Images and their classes: each kind of data is a function of its options that returns the training and validation
-images."""
+"""Image classification data: for each dataset, a function that takes its options and returns its two splits."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from wordrun.data.examples import Augment, Splits
 from wordrun.data.options import FakeImagesConfig, ImageFolderConfig, ImagesConfig
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Means and standard deviations of the colors, on a scale from 0 to 1."""
+"""Mean and standard deviation of each channel, for pixels from 0 to 1."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp")
 """Endings of the files of images in a folder."""
 HELD_OUT = 5
@@ -35,9 +34,9 @@ class Images:
     labels: Tensor
     """(N,) int64."""
     scale: tuple[Sequence[float], Sequence[float]]
-    """Mean and standard deviation of each channel, on a scale on which the largest pixel is 1."""
+    """Mean and standard deviation of each channel, for pixels divided by ``white``."""
     white: int = 255
-    """The largest pixel."""
+    """The largest possible pixel value."""
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -48,13 +47,14 @@ class Images:
 
 
 def standardized(image: Tensor, scale: tuple[Sequence[float], Sequence[float]]) -> Tensor:
-    """Return ``image`` (channels, height, width) with the means and standard deviations in ``scale`` made 0 and 1."""
+    """Return ``image`` (channels, height, width), standardized with the means and standard deviations in ``scale``."""
     mean, std = (torch.tensor(each)[:, None, None] for each in scale)
     return (image - mean) / std
 
 
 def shifted(image: Tensor, rng: np.random.Generator, *, flip: bool = False) -> Tensor:
-    """Return ``image`` shifted by up to an eighth of its size, with zeros at the borders; flipped half of the time."""
+    """Return ``image`` shifted by up to an eighth of its size, and padded with zeros; ``flip`` also mirrors every other
+    one at random."""
     height, width = image.shape[-2:]
     border = max(1, min(height, width) // 8)
     y, x = rng.integers(0, 2 * border + 1, 2)
@@ -84,7 +84,7 @@ def digits(data: ImagesConfig) -> Splits:
 
 
 def fake_images(data: FakeImagesConfig) -> Splits:
-    """Return random images; those of a class differ from the others in the means of their channels."""
+    """Return random images; each class has its own mean colors."""
     shape = (data.channels, data.size, data.size)
     train, val = FakeImages(data, 0, data.examples), FakeImages(data, 1, -(-data.examples // 10))
     return splits(train, val, shape, data.classes, "random images", shifted_or_flipped if data.augment else None)
@@ -135,7 +135,7 @@ def imagefolder(data: ImageFolderConfig) -> Splits:
 
 
 def listed(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
-    """Return the classes in the folder ``root``, and its images with the numbers of their classes.
+    """Return the classes in the folder ``root``, and the path and class number of each image.
 
     Raises:
         ConfigError: it has no folders, or one without images.
@@ -163,7 +163,7 @@ class Files:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image (3, size, size), scaled to fit and cropped in its middle, and its class.
+        """Return an image (3, size, size), scaled and center-cropped, and its class.
 
         Raises:
             UserError: the file cannot be decoded.

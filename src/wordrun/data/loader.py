@@ -15,7 +15,7 @@ CLOSE_S = 1.0
 """Seconds that close() waits for the thread, which may hang in a file system; the thread is a daemon."""
 
 _Position = tuple[int, int]
-"""The first example of a step, in the order of the run, and its number of micro-steps."""
+"""The index in the run of a step's first example, and the step's number of micro-steps."""
 
 
 class Ordered(Protocol):
@@ -81,7 +81,7 @@ class _Builder:
         for micro, batch in enumerate(slot.batches):
             self.order.fill(first + (micro * self.ranks + self.rank) * self.size, batch)
             if (scale := getattr(batch, "scale", None)) is not None:
-                # Of the whole step, so that the mean is over all predicted tokens.
+                # One factor for the whole step, so that its loss is the mean over all predicted tokens.
                 count = self.examples(gas)
                 scale.fill_(self.order.scale(first, count))  # type: ignore[attr-defined]
         return slot
@@ -111,7 +111,7 @@ class _Builder:
                 # A daemon, so the process can exit without waiting for it.
                 self.thread = threading.Thread(target=self._run, name="wordrun-loader", daemon=True)
                 self.thread.start()
-            if position not in self.ready:  # else the thread need not wake up twice
+            if position not in self.ready:  # if it is ready, waking the thread once, below, is enough
                 self.wanted = position
                 self.condition.notify_all()
             while position not in self.ready:

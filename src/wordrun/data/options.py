@@ -180,7 +180,7 @@ class TextConfig(DataConfig):
 
 
 MIX_PERIOD = 4096
-"""Sequences after which the shares of a mix are exactly those of data.mix, rounded to one."""
+"""Every run of this many sequences has the shares of data.mix, rounded to whole sequences."""
 
 
 @dataclass
@@ -207,7 +207,7 @@ class ImageFolderConfig(ImagesConfig):
     kind: str = "imagefolder"
     """Kind of source; set by data=NAME."""
     size: int = 224
-    """Images are scaled to fit a square of this many pixels, and cropped to it."""
+    """Height and width in pixels: the shorter side is scaled to it, and the longer one is center-cropped."""
     val_fraction: float = 0.1
     """Fraction used for validation if there is no folder val: every (1 / val_fraction)-th image."""
     threads: int = 4
@@ -224,7 +224,7 @@ class ImageFolderConfig(ImagesConfig):
 
 @dataclass
 class FakeImagesConfig(ImagesConfig):
-    """Random images, each class with its own mean colors; for measurements, and for tests of a model."""
+    """Random images, each class with its own mean colors; for benchmarks and tests."""
 
     name: str = "fake_images"
     """Name of the dataset; part of the run directory."""

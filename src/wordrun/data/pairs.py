@@ -22,13 +22,13 @@ READ = 2**22
 
 
 class PairSequences:
-    """Sequences of complete pairs; a pair that is longer than a sequence loses its end.
+    """Sequences of complete pairs; a pair that is longer than a sequence is truncated.
 
     Args:
         tokens: the pairs, with flags.
         block_size: T, the length of a sequence.
-        eot: the end-of-text token, which also fills sequences up.
-        several: put as many consecutive pairs into a sequence as fit, rather than one.
+        eot: the end-of-text token, which also pads sequences.
+        several: put as many consecutive pairs into a sequence as fit; false: one pair.
     """
 
     def __init__(self, tokens: Array, block_size: int, eot: int, *, several: bool) -> None:
@@ -47,7 +47,7 @@ class PairSequences:
         return len(self._starts)
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
-        """Return an uninitialized batch of ``size`` sequences, whose scale is to be set."""
+        """Return an uninitialized batch of ``size`` sequences; the caller sets its ``scale``."""
         batch = Batch.empty(size, self.block_size, pinned=pinned)
         pairs = torch.empty_like(batch.tokens, pin_memory=pinned) if self.several else None
         return replace(batch, scale=torch.empty((), pin_memory=pinned), pairs=pairs)

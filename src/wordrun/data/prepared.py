@@ -15,7 +15,7 @@ from wordrun.data.tokenizers.options import TokenizerConfig
 COMPARED = ("kind", "format", "text_key", "dataset", "subset", "split", "revision", "val_fraction")
 """Options that must match the ones data.prepared was made with."""
 COMPARED_PAIRS = ("prompt_key", "answer_key", "template")
-"""More of them for prompts and answers."""
+"""Further such options of prompts and answers."""
 
 Opened = tuple[Tokenizer, shards.Array, shards.Array]
 """The tokenizer, the training tokens and the validation tokens."""

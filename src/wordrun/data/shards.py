@@ -33,9 +33,9 @@ FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
 START, ANSWER = np.uint32(2**31), np.uint32(2**30)
-"""In shards of pairs, flags of a pair's first token, the end-of-text token, and of a token that is predicted."""
+"""Flags in the token ids of pairs: START marks a pair's first token (end-of-text), ANSWER the predicted tokens."""
 MACOS = 10_240
-"""Number of open files that macOS allows, whatever the limit says."""
+"""Number of open files that macOS allows, even if the limit is higher."""
 MOST_READ = 2**27
 """Maximum number of tokens per read: the kernel reads less than 2 GiB at once."""
 
@@ -63,7 +63,7 @@ class Shard:
 
 
 def examine(path: str | Path, expected: int | None = None) -> Shard:
-    """Return the contents of the file at ``path``, according to its header and size.
+    """Return where the tokens of the file at ``path`` are, according to its header and size.
 
     Args:
         path: a .bin or .npy file.
@@ -103,7 +103,8 @@ def _bin(path: str, head: bytes, size: int) -> Shard:
     if os.path.basename(path) in NANOGPT:
         if size % 2 or not size:
             raise ConfigError(
-                f"{path} has {size:,} bytes: nanoGPT's tokens have 2 each; it was truncated, or is not a file of tokens"
+                f"{path} has {size:,} bytes, but nanoGPT's tokens take 2 bytes each: the file was truncated, or does "
+                "not hold tokens"
             )
         return Shard(path, "<u2", 0, size // 2)
     raise ConfigError(
@@ -125,7 +126,7 @@ def _npy(path: str, file: BinaryIO) -> Shard:
 
 
 def dtype_for(vocab_size: int, *, pairs: bool = False) -> str:
-    """Return the token type of shards with ``vocab_size``; those of ``pairs`` also have flags."""
+    """Return the token type of shards with ``vocab_size``; token ids of ``pairs`` also hold flags."""
     return "<u4" if pairs or vocab_size > 2**16 else "<u2"
 
 
@@ -149,8 +150,9 @@ class _File:
 def _will_open(files: int) -> None:
     """Raise the soft limit on open files, if possible, so that ``files`` more can be opened.
 
-    Opening a file takes longer than reading a sequence: on a parallel file system a thousand times longer, and on a
-    server that all ranks share. The limit is often low because of select(), which neither torch nor MPI uses.
+    Files should stay open, because opening one is slower than reading a sequence: on a parallel file system a thousand
+    times, with a server that all ranks share. The limit is often low for the sake of select(), which neither torch nor
+    MPI uses.
     """
     global _wanted
     with _lock:

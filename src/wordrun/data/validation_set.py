@@ -49,8 +49,8 @@ class ValidationTokens:
     eot: int | None = None
     """The end-of-text token, if attention is confined to documents."""
     parts: Sequence[tuple[int, float]] = ()
-    """For a mix, the number of tokens and the share of each data set, in order. The weights of a data set's sequences
-    add up to its share."""
+    """For a mix, the number of tokens and the share of each data set, in order. The weights of its sequences have this
+    share of all weights."""
 
     def choose(self, count: int | None) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         starts, shares, begin = [], [], 0

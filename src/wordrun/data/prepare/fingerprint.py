@@ -26,7 +26,7 @@ FORMAT = 2
 SETTINGS = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction", "shard_mb")
 """The options of TextConfig that affect the shards."""
 PAIR_SETTINGS = ("prompt_key", "answer_key", "template")
-"""More of them for pairs."""
+"""Further such options of pairs."""
 
 
 def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
@@ -60,7 +60,7 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
 
 
 def warn_of_other_code(folder: Path, manifest: Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:
-    """Warn if the source or the tokenizer has other code today than when the shards in ``folder`` were made."""
+    """Warn if the code of the source or the tokenizer has changed since the shards in ``folder`` were made."""
     names = {"data": data.kind, "tokenizer": tokenizer.name}
     made = manifest.settings.get("code", {})
     for kind, code in code_of(data, tokenizer).items():
@@ -74,7 +74,7 @@ def warn_of_other_code(folder: Path, manifest: Manifest, data: TextConfig, token
 
 
 def code_of(data: TextConfig, tokenizer: TokenizerConfig) -> dict[str, str]:
-    """Return the hash of the code of the source ("data") and of the tokenizer, if they are from outside wordrun."""
+    """Return hashes of the code of the source ("data") and of the tokenizer, except for wordrun's own."""
     parts = {kind: part_of(kind, options) for kind, options in (("data", data), ("tokenizer", tokenizer))}
     return {kind: _code(part) for kind, part in parts.items() if part.origin}
 
@@ -91,7 +91,7 @@ def _code(part: Part) -> str:
     contents = dict[str, bytes]()
     for name, cls in sorted(outside.items()):
         with contextlib.suppress(OSError, TypeError):  # Python may not know the source of a class in a notebook
-            if cls.__module__ == "__main__":  # a script, of which the rest does not matter
+            if cls.__module__ == "__main__":  # a script: only the class matters, not the rest of the file
                 contents[name] = inspect.getsource(cls).encode()
             else:
                 contents[cls.__module__] = Path(inspect.getfile(cls)).read_bytes()

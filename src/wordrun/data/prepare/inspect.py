@@ -54,7 +54,8 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
 
 
 def documents(folder: Path, manifest: manifests.Manifest) -> list[tuple[int, manifests.Entry, int]]:
-    """Return the length, shard and first token of every training document; lengths end with the shard."""
+    """Return the length, shard and first token of every training document; one that spans shards counts to the end of
+    its first."""
     found = []
     for entry in manifest.train:
         starts = manifests.document_starts(folder, entry).tolist()

@@ -20,7 +20,7 @@ from wordrun.dist import World
 BEAT_S = 2.0
 """Seconds between heartbeats."""
 SILENCE_S = 15.0
-"""Seconds without a heartbeat until the holder counts as dead. Clocks may differ, so they are not compared."""
+"""Seconds without a heartbeat until the holder counts as dead. Hosts' clocks may differ and are not compared."""
 POLL_S = 0.2
 """Seconds between polls of a lock or of the folder it protects."""
 CONTINUES = "interrupted: run the same command again to continue preparing the data"

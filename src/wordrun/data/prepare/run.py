@@ -84,7 +84,9 @@ class Preparation:
 
 
 def begin(source: Source, tokenizer: TokenizerConfig, folder: Path) -> Preparation:
-    """Create the folder, remove temporary files of a killed preparation, and return the remaining work; on rank 0.
+    """Create the folder, remove temporary files of a killed preparation, and return the remaining work.
+
+    Only rank 0 calls this.
 
     Raises:
         UserError: if the folder cannot be written to or the source cannot be read.
@@ -267,7 +269,7 @@ def _counts(path: Path) -> list[int]:
 
 
 def _wait(path: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Return once ``path`` exists, at most 5 % late: thousands of ranks may poll the same disk."""
+    """Return once ``path`` exists. Pauses are 5 % of the time waited: thousands of ranks may poll the same disk."""
     started = time.monotonic()
     while not path.exists():
         meanwhile()

@@ -17,7 +17,7 @@ from wordrun.data.options import ImagesConfig
 from wordrun.dist import torch_private
 
 CIFAR10 = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-"""Means and standard deviations of the colors, on a scale from 0 to 1."""
+"""Mean and standard deviation of each channel, for pixels from 0 to 1."""
 MNIST = (0.1307,), (0.3081,)
 
 
@@ -52,7 +52,7 @@ def _torchvision(name: str, data: ImagesConfig) -> Iterator[Any]:
         try:
             yield cls(str(_folder(data)), train=train, download=True)
         except Exception as error:  # any error from the network or the disk
-            # MNIST's has a heading and what each mirror answered; the others have one line.
+            # MNIST's message has a heading and a line for each mirror; those of others have one line.
             reason = first_line(str(error).strip().rpartition("\n")[2] or error)
             raise UserError(
                 f"data={data.name} is not in {_folder(data)} and could not be downloaded ({reason}). On a "

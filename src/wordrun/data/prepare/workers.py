@@ -98,7 +98,7 @@ def work_on(task: str, source: Source, folder: Path, items: Sequence[WorkItem], 
 
 @contextlib.contextmanager
 def _blamed(source: Source) -> Iterator[None]:
-    """Name the part of ``source``, unless it is wordrun's own, in an exception of its code, also in a worker process.
+    """Turn an exception in the code of a source from outside wordrun, also in a worker, into one that names the part.
 
     Raises:
         PartError: it has raised one.

@@ -52,7 +52,7 @@ class SplitWriter:
         self._count = 0
 
     def add(self, tokens: Ids, begins: bool, answers: bool = False) -> None:
-        """Append tokens, after an end-of-text token if a document ``begins`` with them; ``answers`` are predicted."""
+        """Append tokens: after an end-of-text token if ``begins``, and as tokens to predict if ``answers``."""
         if begins:
             if self._count >= self.shard_tokens:
                 self._flush()

@@ -12,7 +12,7 @@ from wordrun.data.tokenizers.base import END, Ids, Tokenizer
 from wordrun.data.tokenizers.options import ByteTokenizerConfig, CharTokenizerConfig
 
 ABSENT = b"\xff"
-"""Stands for a character outside the vocabulary in a byte table."""
+"""Marks characters outside the vocabulary in the table for bytes.translate."""
 CHUNK = 2**18
 """Number of characters to examine at once; small enough for the CPU cache."""
 

@@ -18,7 +18,7 @@ def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer that ``cfg`` describes, built from ``texts`` if it needs some (``cfg.built_from``).
 
     Raises:
-        ConfigError: if its file is missing or invalid, or it reads ``texts`` and ``cfg`` does not say so.
+        ConfigError: if its file is missing or invalid, or it reads ``texts`` although ``cfg.built_from`` is empty.
     """
     part = part_of("tokenizer", cfg)
     with part.blamed():
@@ -28,7 +28,7 @@ def build(cfg: TokenizerConfig, texts: Iterable[str] = ()) -> Tokenizer:
 
 @dataclass(frozen=True)
 class _NoTexts:
-    """Stands for the texts of a tokenizer that is not built from any, and is empty as a condition."""
+    """Takes the place of texts if ``built_from`` is empty: false as a condition; iterating over it is an error."""
 
     part: Part
     options: str
@@ -70,7 +70,7 @@ def from_json(text: str, source: Path | str = "this") -> Tokenizer:
 
 
 def from_checkpoint(text: str, source: Path | str = "this") -> Tokenizer:
-    """Return the tokenizer saved in a checkpoint; if its run lacked the vocabulary, this machine may have it.
+    """Return the tokenizer saved in a checkpoint; GPT-2's vocabulary, if not saved, is looked for on this machine.
 
     Raises:
         ConfigError: if wordrun did not save it.

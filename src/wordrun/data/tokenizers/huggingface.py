@@ -1,4 +1,4 @@
-"""Converts our tokenizers and templates to Hugging Face's, without its library."""
+"""Converts wordrun's tokenizers and templates to Hugging Face's formats, without its libraries."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from wordrun.common.section import Section
 from wordrun.common.validation import positive
 
 BUILT_FROM = ("sample", "characters")
-"""What of the text a tokenizer can be built from."""
+"""From what a tokenizer can be built: a sample of the text, or its distinct characters."""
 
 
 @dataclass
@@ -29,15 +29,15 @@ class TokenizerConfig(Section):
 
     @property
     def built_from(self) -> str:
-        """What of the text the tokenizer is built from: all its "characters", a "sample", or nothing ("").
+        """From what the tokenizer is built: the text's distinct "characters", a "sample" of it, or nothing ("").
 
-        A class of options may have a plain attribute of this name instead.
+        A subclass may have a plain attribute of this name instead.
         """
         return ""
 
     @property
     def sample_mb(self) -> int:
-        """Size of that sample, in MiB."""
+        """Size of the sample in MiB."""
         return 64
 
     @property
@@ -55,7 +55,6 @@ class CharTokenizerConfig(TokenizerConfig):
 
     @property
     def built_from(self) -> str:
-        """All characters."""
         return "characters"
 
 
@@ -102,12 +101,11 @@ class BPETokenizerConfig(TokenizerConfig):
 
     @property
     def built_from(self) -> str:
-        """A sample, unless there is a trained one."""
+        """A sample, unless ``path`` names a trained tokenizer."""
         return "" if self.path else "sample"
 
     @property
     def sample_mb(self) -> int:
-        """Size of the sample, in MiB."""
         return self.train_mb
 
     def problems(self) -> Iterable[str]:

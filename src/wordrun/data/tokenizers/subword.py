@@ -93,7 +93,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class MissingGPT2Tokenizer(Tokenizer):
-    """Takes the place of GPT-2's tokenizer without its vocabulary: training needs only the number of tokens."""
+    """Stands in for GPT-2's tokenizer where its vocabulary is missing: training needs only the number of tokens."""
 
     kind = "gpt2"
     vocab_size = 50257
@@ -133,7 +133,7 @@ class MissingGPT2Tokenizer(Tokenizer):
 
 
 def gpt2_if_present(cfg: GPT2TokenizerConfig) -> Tokenizer:
-    """Return GPT-2's tokenizer, without its vocabulary if ``cfg`` names none and tiktoken's cache has none."""
+    """Return GPT-2's tokenizer; without ``cfg.path`` and a vocabulary in tiktoken's cache, its stand-in."""
     try:
         return GPT2Tokenizer.build(cfg)
     except UserError:
@@ -279,7 +279,7 @@ class BPETokenizer(HFTokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
         fast.train_from_iterator(texts, trainer)
-        # If END were matched in texts, one text could pass for two.
+        # With END as an added token, a text that contains END would become two documents.
         content = json.loads(fast.to_str())
         content["added_tokens"] = []
         return cls(json.dumps(content), 0)
@@ -352,7 +352,7 @@ def _class(codes: Iterable[int]) -> str:
 def _patterns(ascii_only: bool) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return the pattern of an unsupported character and the pattern of a word.
 
-    To GPT-2 a word is a contraction, letters, digits or symbols, each with the preceding space, or white space.
+    GPT-2's words are contractions, and runs of letters, digits or symbols with one preceding space, or of white space.
     """
     codes = [code for block in BLOCKS for code in block if code < 0x80 or not ascii_only]
     known = [code for code in codes if code not in DISPUTED and unicodedata.category(chr(code)) != "Cn"]
@@ -371,7 +371,7 @@ class WordCache:
 
     Args:
         encode: the tokenizer's own function, which returns the token ids of each of several words.
-        max_words: words in the cache above which it begins anew with the next text.
+        max_words: once the cache has more words, it is emptied before the next text.
     """
 
     def __init__(self, encode: Callable[[list[str]], Iterable[Sequence[int]]], max_words: int = MAX_WORDS) -> None:

@@ -35,7 +35,7 @@ class WorkItem:
     """text, jsonl, json, csv, parquet or hf; for foreign shards, train or val."""
     path: str = ""
     start: int = 0
-    """In bytes; for parquet, row groups; for hf, the shard of the stream or the first row; for shards, tokens."""
+    """In bytes; parquet: in row groups; hf: in rows, or shards of a stream; foreign shards: in tokens."""
     stop: int = 0
     size: int = 0
     """Bytes to read, as far as known: the largest items are processed first."""

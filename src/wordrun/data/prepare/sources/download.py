@@ -38,7 +38,7 @@ class DownloadSource(FileSource):
             downloader = pooch.HTTPDownloader(timeout=TIMEOUT_S)
             pooch.retrieve(data.url, f"sha256:{data.sha256}", path.name, path.parent, downloader=downloader)
         except Exception as error:  # any error from the network, proxy or disk
-            # requests' own text is an object's repr, and longer than all else that the message says.
+            # requests' own message is the repr of an object, longer than the rest of this message.
             unreachable = type(error).__name__ in ("ConnectionError", "ConnectTimeout", "ReadTimeout")
             reason = f"no connection to {urlsplit(str(data.url)).hostname}" if unreachable else first_line(error)
             if data.offline == "error":

@@ -41,7 +41,7 @@ class FileSource(Source):
     """The files given by data.path."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is cached: the source is sent to every worker."""
+        """Return the fields without cached values: the source is sent to every worker."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def files(self) -> list[Path]:
