@@ -1,4 +1,4 @@
-"""wordrun's plugins for Hydra. Hydra imports this module whenever it composes a config, so it has to be light."""
+"""wordrun's plugins for Hydra. Hydra imports this module whenever it composes a config, so it must import quickly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WordrunLauncher(Launcher):
 
 
 class OptunaSweeper(Sweeper):
-    """``hydra/sweeper=wordrun_optuna``: Optuna chooses the points, and stops those without prospects."""
+    """``hydra/sweeper=wordrun_optuna``: Optuna chooses the points, and stops unpromising ones."""
 
     def __init__(self, **options: Any) -> None:
         self.options = SweeperOptions(**options)

@@ -30,9 +30,9 @@ WINDOW, CONTEXT = 32, 16
 class Screen:
     """Prints text token by token, each character as soon as all its bytes have arrived.
 
-    What a token stands for depends on those before it: a space between two words may be part of neither. So new tokens
-    are decoded behind those that were printed last, and only what they add is printed. Together that is the text of
-    all tokens, and the cost of a token does not depend on how many there were.
+    The text of a token depends on the tokens before it: the space between two words may belong to neither. So new
+    tokens are decoded together with the last printed ones, and only the added text is printed. The pieces are together
+    the text of all tokens, and the cost of a token does not depend on how many there were.
 
     Args:
         decode: returns the text of tokens.
@@ -42,11 +42,11 @@ class Screen:
     def __init__(self, decode: Callable[[Any], str], after: Sequence[int] = ()) -> None:
         self.decode = decode
         self._window = list(after)
-        """The last tokens: some that have been printed, and those that have not."""
+        """The window: the last printed tokens, and all tokens that have not been printed."""
         self._shown = len(self._text())
-        """Characters of their text that have been printed."""
+        """Number of characters of the window's text that have been printed."""
         self._complete = len(after)
-        """How many of them end with a complete character, and have been printed."""
+        """Number of tokens at the start of the window whose text is complete and has been printed."""
 
     def __call__(self, tokens: Sequence[int]) -> None:
         """Print the text that ``tokens`` add, holding back an incomplete character until the rest arrives."""
@@ -76,7 +76,7 @@ class Screen:
         return self.decode(np.array(self._window, dtype=np.int64)) if self._window else ""
 
     def _print(self, text: str) -> None:
-        """Print what of ``text``, that of the window, has not been printed."""
+        """Print what has not been printed of ``text``, the window's text."""
         print(text[self._shown :], end="", flush=True)
         self._shown = max(self._shown, len(text))
 
@@ -85,9 +85,9 @@ class Chat:
     """The turns of a conversation, as tokens that only grow, so that a KV cache serves all of them.
 
     Args:
-        continue_: generates; the same object throughout, with its KV cache.
-        tokenizer: of the model.
-        data: what the model was trained on; pairs say by their template how a turn is written.
+        continue_: generates tokens, and keeps its KV cache between calls.
+        tokenizer: the model's tokenizer.
+        data: the options of the training data; for pairs, their template formats each turn.
     """
 
     def __init__(self, continue_: Continue, tokenizer: Tokenizer, data: TextConfig) -> None:
@@ -128,7 +128,7 @@ class Chat:
             self.tokens += written[1:]
 
     def _written(self, text: str) -> tuple[str, str]:
-        """Return what the model sees of a turn before the answer, and after it."""
+        """Return what the template puts before the answer to ``text``, and after it."""
         return self.data.turn(text) if self.data.kind == "pairs" else (f"{text}\n", "")
 
 

@@ -81,7 +81,7 @@ FLAGS = {
     "--version": "the versions of wordrun and torch",
     "--cfg": "print the config (job, hydra or all), and run nothing",
     "--multirun": "a sweep: an option with several values starts several runs",
-    "--config-dir": "a folder with config files of your own",
+    "--config-dir": "a folder with your config files",
     "--completion": "print the script for completion in bash, zsh or fish",
     "--setup-sh": "print the path of the shell helpers setup_python and setup_job",
 }
@@ -122,12 +122,12 @@ def show(words: Sequence[str], commands: Mapping[str, str]) -> None:
     try:
         for word, meaning in complete(words, commands):
             print(f"{word}\t{textwrap.shorten(meaning, 60, placeholder=' ...')}")
-    except UserError:  # in a part of the user's own; a command would report it, but here it would garble the line
+    except UserError:  # in a user's part: a command would report it, but here it would garble the command line
         return
 
 
 def complete(words: Sequence[str], commands: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return what the last of ``words`` can be completed to, with the meaning; nothing: perhaps a file.
+    """Return what the last of ``words`` can be completed to, with the meaning; empty: the shell may offer files.
 
     Args:
         words: the command line up to the cursor, from ``launch`` or ``wordrun`` on; the last word may be empty.
@@ -209,7 +209,7 @@ def _overrides(current: str) -> Iterator[tuple[str, str]]:
 
 
 def _values(key: str, value: str) -> Iterator[str]:
-    """Yield values of an option, if they can be listed; of a list, with the elements before the last."""
+    """Yield the values of an option, if they can be listed; those of a list with the elements typed so far."""
     group = "backend" if key == "train.backend" else key
     if group in GROUPS:
         start = max(value.rfind("["), value.rfind(",")) + 1

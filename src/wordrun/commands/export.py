@@ -47,8 +47,8 @@ class ExportConfig(Section):
     out: str | None = None
     """Folder to create, which must not exist; null: FORM/step-NUMBER in the run directory."""
     form: str = "huggingface"
-    """huggingface, checkpoint for train.init_from, wordrun generate and wordrun export, or peft: LoRA's adapters
-    alone, for the peft library."""
+    """huggingface (for transformers), checkpoint (for train.init_from, wordrun generate and wordrun export), or peft
+    (LoRA's adapters alone, for the peft library)."""
     checkpoint: str = "latest"
     """latest, best, or a step."""
     weights: str = "model"
@@ -134,7 +134,7 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
     model = saved.transformer()
     shards: list[list[str]] = [[]]
     room = limit
-    # Plan the files on the meta model first: each file name includes their number.
+    # Plan the files on the meta model first: each file name includes the number of files.
     for name, shape in model.state_dict().items():
         if model.tied and name == "head.weight":
             continue
@@ -178,7 +178,7 @@ def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     if facts["model_type"] == "qwen2" and normalizer.get("type") != "NFC":  # Qwen's own has it
         print(
             "load the tokenizer with transformers.PreTrainedTokenizerFast: for models of this type, AutoTokenizer of "
-            "transformers 5 divides text as Qwen's tokenizer does, and not as this one",
+            "transformers 5 splits text like Qwen's tokenizer, not like this one",
             file=sys.stderr,
         )
     settings = {
@@ -204,7 +204,7 @@ def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:
     from wordrun.model.huggingface import adapter
 
     if saved.lora is None:
-        raise UserError(f"form=peft is for runs with model.lora_rank, and {saved.folder} is from another run: omit it")
+        raise UserError(f"form=peft needs a run with model.lora_rank; {saved.folder} is from a run without: omit it")
     kind, source = TORCH_DTYPES[dtype], str(saved.manifest["base"]["source"])
     facts, tensors = adapter(saved.stored(which), saved.lora)
     save_file({name: tensor.to(kind) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")

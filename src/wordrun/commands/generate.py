@@ -180,7 +180,7 @@ def read_model(saved: Saved, device: torch.device, dtype: torch.dtype, which: st
 
 
 def _training(saved: Saved) -> str:
-    """Return how much the model has been trained, and its loss beside that of a model that has learned nothing."""
+    """Return how long the model has been trained, and its loss, with that of an untrained model for comparison."""
     tokens, metrics = saved.manifest.get("tokens"), saved.manifest.get("metrics")
     losses = metrics if isinstance(metrics, dict) else {}
     name = next((name for name in ("val_loss", "loss") if isinstance(losses.get(name), float)), "")

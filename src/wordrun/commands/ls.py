@@ -39,7 +39,7 @@ class LsConfig(Section):
     dir: str = "outputs"
     """Folder to search."""
     last: int = 30
-    """Number of runs to show: those that wrote last."""
+    """Number of runs to show, the most recently active ones."""
 
     def problems(self) -> list[str]:
         return list(positive("", self, "last"))
@@ -86,7 +86,7 @@ def show(options: LsConfig) -> None:
 def row(record: RunRecord, metrics: Sequence[str] = ()) -> list[str]:
     """Return a run's step, loss, validation loss, speed, age and hosts, for people to read.
 
-    After the losses follows, for each of ``metrics`` that is the run's train.best_metric, its best value.
+    After the losses, each of ``metrics`` has a cell: its best value if it is the run's train.best_metric, else empty.
     """
     training, evaluation = last_lines(record.path / METRICS)
     step = max(training.get("step", 0), evaluation.get("step", 0), record.facts.get("steps", 0))
@@ -107,7 +107,7 @@ def last_lines(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the last line of training and the last of an evaluation near the end of metrics.jsonl."""
     found: dict[bool, dict[str, Any]] = {}
     for text in read_bytes(file, TAIL_BYTES).splitlines():
-        if (line := parsed(text)) is not None:  # the first line is cut, the last may be
+        if (line := parsed(text)) is not None:  # the first line is incomplete, and the last may be
             found["loss" in line] = line
     return found.get(True, {}), found.get(False, {})
 

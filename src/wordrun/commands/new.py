@@ -16,7 +16,7 @@ from wordrun.common.files import absolute
 from wordrun.config.registry import WORDS, parts
 
 USAGE = """\
-Write a project with a model and data of your own, which trains at once.
+Write a small project with its own model and data, ready to train.
 
   wordrun new my_project
   cd my_project
@@ -40,8 +40,8 @@ python -m pytest                                          # tests
 sbatch job.sh                                             # or qsub job.sh; `launch --submit` writes one for your site
 ```
 
-Nothing of this folder has to be installed. `pip install -e .` makes its parts available in any folder. First install
-wordrun there, as docs/install.md in its repository says: it is not on PyPI yet, where pip would look for it.
+This folder works without being installed. `pip install -e .` makes its parts available in every folder; install wordrun
+in that environment first (docs/install.md in its repository), because pip would not find it on PyPI yet.
 
 | file | contents |
 |---|---|
@@ -152,7 +152,7 @@ class SquaredMLP(nn.Module):
 
 
 class Squared(GPT):
-    """The model."""
+    """A GPT with these MLPs."""
 
     def new_block(self):
         """Return one block."""
@@ -189,7 +189,7 @@ class Sums(Source):
         return 0
 
     def state(self):
-        """Return text that changes with the data, which are then prepared again."""
+        """Return a text that changes whenever the data do; they are then prepared again."""
         return f"sums {{self.data.most}}"
 
     def items(self):
@@ -203,7 +203,7 @@ class Sums(Source):
             yield Document(f"{{item.number}}+{{n}}={{item.number + n}}\\n")
 ''',
     "tests/test_training.py": '''\
-"""The project's experiment, a few steps of it."""
+"""A few steps of the project's experiment."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Report a rank's view of itself and of the others; ``launch --doctor`` runs this on every rank."""
+"""Report what a rank knows of itself, and whether it reaches the others; ``launch --doctor`` runs this on each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wordrun.dist.world import World, discover
 
 MEETING_S = 20.0
 BACK_S = 3.0
-# The port at which a rank listens, if it does, its number, and its host.
+# A rank's greeting: the port at which it listens (0: none), its rank and its host.
 HELLO, LAST_PORT = re.compile(rb"(\d{1,5}) (\d{1,9}) (\S+)\n"), 65535
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 

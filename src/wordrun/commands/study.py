@@ -18,7 +18,7 @@ STUDIES = {
 }
 """Maps each study to its module and a line of help."""
 OVERVIEW = """\
-Train the same model several times with different options, the points of a study, and compare the results.
+Run the same training several times with different options, and compare the results. Each run is a point of the study.
 
   wordrun study scaling --ranks 1,2,4 --out DIR model=gpt2
 

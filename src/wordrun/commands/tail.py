@@ -30,7 +30,7 @@ class TailConfig(Section):
     run: str = "outputs/latest"
     """Run directory."""
     lines: int = 20
-    """Number of lines to begin with."""
+    """Number of earlier lines to show first."""
 
     def problems(self) -> list[str]:
         return list(not_negative("", self, "lines"))

@@ -217,7 +217,8 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
 def sweep_points(overrides: list[str]) -> list[list[str]]:
     """Return the overrides of each point of a sweep.
 
-    If only the sweeper can enumerate the points (globs, intervals, a sweeper that searches), return what they share.
+    If only the sweeper can enumerate the points (globs, intervals, a sweeper that searches), return a single list, the
+    overrides that all points share.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Glob

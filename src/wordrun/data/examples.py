@@ -22,7 +22,7 @@ from wordrun.data.order import Permutation
 from wordrun.data.validation_set import deal
 
 Augment = Callable[[Any, np.random.Generator], Any]
-"""Returns a randomly changed input. If ``Splits.batch`` is not ``Examples``, it takes and returns a dict of the
+"""Returns a randomly changed input. If ``Splits.batch`` is not ``Examples``, takes and returns a dict of the
 example's fields. The generator depends only on the seed and the example's index in the run."""
 Vary = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Returns an example after ``Augment``, given its row in the batch and its fields."""
@@ -64,7 +64,7 @@ class Splits:
     train: Dataset
     val: Dataset
     model: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the model's constructor besides its options, such as the number of ``classes``; JSON-serializable."""
+    """Arguments of the model's constructor besides its options, such as the number of ``classes``; JSON values."""
     origin: str = ""
     """Origin of the data, for the log and run.json."""
     augment: Augment | None = None

@@ -53,8 +53,7 @@ def standardized(image: Tensor, scale: tuple[Sequence[float], Sequence[float]]) 
 
 
 def shifted(image: Tensor, rng: np.random.Generator, *, flip: bool = False) -> Tensor:
-    """Return ``image`` shifted by up to an eighth of its size, and padded with zeros; ``flip`` also mirrors every other
-    one at random."""
+    """Return ``image`` shifted by up to an eighth of its size; with ``flip``, also mirrored half of the time."""
     height, width = image.shape[-2:]
     border = max(1, min(height, width) // 8)
     y, x = rng.integers(0, 2 * border + 1, 2)

@@ -32,7 +32,7 @@ class Entry:
     file: str
     tokens: int
     documents: int
-    """Number of documents that begin in the shard. Their positions are in the .docs file of its name, as uint32 (LE)."""
+    """Number of documents that begin in the shard. Their positions are in its .docs file, as little-endian uint32."""
     xxh3: str
     """128-bit checksum of the file, as printed by ``xxhsum -H128``."""
 

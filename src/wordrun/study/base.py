@@ -1,4 +1,4 @@
-"""What all studies share: their options, and the way from points to a report."""
+"""What all studies share: their options, and the steps from points to a report."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def parse_study(
     """Add the options of every study and the overrides, and parse ``argv``.
 
     Args:
-        parser: has the study's own options.
+        parser: a parser with the study's own options.
         argv: the words after the study's name.
         chosen: keys that the study chooses.
-        by: the options of the study that choose them, for people to read.
+        by: the options of the study that choose them, for messages.
 
     Raises:
         ConfigError: an override has one of the keys in ``chosen``.
@@ -79,9 +79,9 @@ def run_study(
         args: the command line, as parsed by ``parse_study``.
         table: the study's points.csv.
         points: returns the points.
-        figures: reads a finished run.
+        figures: returns the measured columns of a finished run.
         write: writes the results into a folder, given the rows of the points, and returns their files.
-        result: what is shown of the row of a finished point.
+        result: returns what to show of the row of a finished point.
 
     Raises:
         UserError: options are wrong, or results cannot be written.

@@ -28,13 +28,13 @@ standard parametrization and with muP (model.mup=true).
   wordrun study coord --out coord model.n_layer=2 model.block_size=32 model.batch_size=8
   wordrun study coord --out coord --transfer 1e-4,3e-4,1e-3,3e-3,1e-2 model.n_layer=2 model.block_size=32
 
-For each width, a few steps are taken, and the mean absolute activation of each layer, and its change since the first
-step, are fitted by powers of the width. With --transfer, each width is also trained with each learning rate. Call it
-again to continue: finished points are skipped. DIR receives points.csv, report.md, coord.csv, coord.png and, with
---transfer, transfer.png.
+For each width, the study takes a few steps and measures each layer's mean absolute activation, and how much the layer's
+output has changed since the first step. It fits a power of the width to each. With --transfer, each width is also
+trained with each learning rate. Run the command again to continue: finished points are skipped. DIR receives
+points.csv, report.md, coord.csv, coord.png and, with --transfer, transfer.png.
 """
 VERSION = 1
-"""Of the columns."""
+"""Version of the columns of points.csv."""
 FIXED = {
     "train.eval_interval": "0",
     "train.checkpoint_interval": "0",
@@ -123,7 +123,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="learning rates with which to train each width",
     )
     parser.add_argument(
-        "--transfer-steps", type=int, default=50, metavar="N", help="steps with each of them (default 50)"
+        "--transfer-steps", type=int, default=50, metavar="N", help="steps with each learning rate (default 50)"
     )
     args = parse_study(parser, argv, CHOSEN, "--widths, --steps, --transfer")
     if len(args.widths) < 2 or not all(width.is_integer() for width in args.widths):
@@ -151,8 +151,8 @@ def _points(args: argparse.Namespace, base: Config) -> Iterator[Point]:
 def _point(out: Path, name: str, model: Sequence[str], options: Mapping[str, Any], columns: Mapping[str, Any]) -> Point:
     """Return the point ``name`` with the overrides ``model`` and ``options``; ``columns`` are its own in points.csv."""
     steps = options["train.max_iters"]
-    # A warm-up of a tenth of the steps keeps large learning rates from the initial weights. The coordinate check, which
-    # takes a few steps, has none.
+    # A warm-up over a tenth of the steps protects the initial weights from large learning rates. The coordinate check,
+    # which takes only a few steps, has none.
     warmup = 0 if "hooks" in options else steps // 10
     more = {**FIXED, **options, "optimizer.warmup_iters": warmup}
     overrides = [*model, *(f"{key}={value}" for key, value in more.items())]
@@ -161,7 +161,7 @@ def _point(out: Path, name: str, model: Sequence[str], options: Mapping[str, Any
 
 
 def _at_width(base: Config, width: int, kind: str, unchanged: int) -> list[str]:
-    """Return the overrides for a model of this width: hidden units grow with it, and the number of heads is the same.
+    """Return the overrides for a model of this width: hidden units grow in proportion, the number of heads is kept.
 
     muP changes nothing at the width ``unchanged``.
     """

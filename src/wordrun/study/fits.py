@@ -20,7 +20,7 @@ class PowerLaw:
     factor: float
     exponent: float
     error: float | None
-    """Of the exponent; None: there are too few points for one."""
+    """Standard error of the exponent; None: there are too few points."""
 
     def at(self, x: float) -> float:
         """Return y."""
@@ -53,7 +53,7 @@ class Optimum:
 
     x: float
     error: float | None
-    """Relative, of ``x``; None: there are too few points for one."""
+    """Relative standard error of ``x``; None: there are too few points."""
     y: float
     inside: bool
     """Whether ``x`` is between the points; otherwise it is extrapolated."""
@@ -94,6 +94,6 @@ def _solve(powers: Array, y: Any, weights: Array) -> tuple[Array, float]:
 
 
 def _error(powers: Array, weights: Array, gradient: Array, variance: float) -> float:
-    """Return the error of a function of the coefficients with this ``gradient``."""
+    """Return the standard error of a function of the coefficients, given its ``gradient``."""
     covariance = np.linalg.inv(powers.T @ (weights[:, None] * powers)) * variance
     return float(math.sqrt(gradient @ covariance @ gradient))

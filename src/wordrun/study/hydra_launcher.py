@@ -1,4 +1,4 @@
-"""Between Hydra's plugins and wordrun's sweeps and searches."""
+"""Connects Hydra's plugins to wordrun's sweeps and searches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wordrun.study.options import LauncherOptions, SweeperOptions
 
 
 def prepare(config: DictConfig, *options: LauncherOptions | SweeperOptions) -> None:
-    """Create hydra.sweep.dir; print what is wrong with it or the options, and exit."""
+    """Create hydra.sweep.dir; if that fails or an option is invalid, print the problems and exit."""
     problems = [problem for each in options for problem in each.problems()]
     try:
         if not problems:
@@ -66,7 +66,7 @@ def folder(config: DictConfig) -> Path:
 
 
 def command() -> list[str]:
-    """Return what starts one point, without its overrides: with this process's flags and search path."""
+    """Return the command of a point, without its overrides: this process's own, with its flags and search path."""
     args = flags().parse_args(sys.argv[1:])
     given = (
         ("--config-path", args.config_path),

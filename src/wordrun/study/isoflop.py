@@ -35,11 +35,11 @@ size with the lowest validation loss: an IsoFLOP study (Hoffmann et al. 2022, ap
   wordrun study isoflop --budgets 1e18,3e18,1e19 --sizes model.depth=8,10,12,14,16 --out laws model=modern data=fineweb
 
 A size may have several options: model.n_embd=64:model.n_head=2,model.n_embd=128:model.n_head=4. For each budget, a
-parabola is fitted to the losses over the logarithm of the size, and a power law to the minima. Call it again to
+parabola is fitted to the losses over the logarithm of the size, and a power law to the minima. Run the command again to
 continue: finished points are skipped. DIR receives points.csv, report.md, isoflop.csv and isoflop.png.
 """
 VERSION = 1
-"""Of the columns."""
+"""Version of the columns of points.csv."""
 COLUMNS = ("budget", "size", "parameters", "n", "flops_per_token", "steps", "tokens", "flops", "loss", "val_loss")
 FIXED = {
     "train.checkpoint_interval": "0",
@@ -51,7 +51,7 @@ FIXED = {
 CHOSEN = ("train.max_iters", "train.eval_interval", *FIXED)
 """Options that the study chooses."""
 LEAST = 20
-"""Steps below which a run says nothing about its size."""
+"""Minimum number of steps of a run; the loss after fewer tells nothing about the model's size."""
 HEADS = {
     "budget": "budget [FLOPs]",
     "sizes": "sizes",
@@ -62,10 +62,10 @@ HEADS = {
     "loss": "loss",
 }
 NOTES = """\
-N counts the weights of matrix products: the blocks' and the output layer's, without embeddings. FLOPs are wordrun's own
-count, 6 N and the attention's share for each token. The best N is the minimum of a parabola in log N, and its error the
-standard error that follows from the scatter of the losses around it; D is interpolated between the runs. Minima outside
-the range of trained sizes are extrapolated, and the power laws leave them out."""
+N counts the weights of matrix products: the blocks' and the output layer's, without embeddings. FLOPs are counted as
+6 N per token, plus the attention. The best N is the minimum of a parabola in log N; its standard error follows from the
+scatter of the losses around the parabola. D is interpolated between the runs. Minima outside the range of trained sizes
+are extrapolated, and the power laws leave them out."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,7 +105,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _sizes(text: str) -> list[list[str]]:
-    """Return the overrides of each size; a value without an option is another one of the option before it."""
+    """Return the overrides of each size; a value without a key has the key of the one before."""
     found, key = [], ""
     for each in text.split(","):
         words = (each if "=" in each else f"{key}={each}").split(":")
@@ -149,7 +149,7 @@ def _vocab_size(cfg: Config) -> int:
 def _run_of(
     cfg: Config, budget: float, vocab_size: int, overrides: Sequence[str], ranks: int, per_node: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the known columns of a run with ``budget`` FLOPs, and the overrides that give it this length.
+    """Return the columns of a run with ``budget`` FLOPs that are known in advance, and the overrides for its steps.
 
     Raises:
         ConfigError: the budget is too small for the model.
@@ -261,7 +261,7 @@ def shown(value: float, error: float | None) -> str:
 
 
 def _values(each: Budget) -> dict[str, Any]:
-    """Return the values of HEADS."""
+    """Return a row of the table, by the columns in HEADS."""
     best = each.best
     values: dict[str, Any] = {"budget": f"{each.flops:g}", "sizes": len(each.points)}
     if best is None:

@@ -1,4 +1,4 @@
-"""Points as jobs: how they are submitted, and what has become of them."""
+"""Submits points as jobs, and looks up what has become of the jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def named(launch: Sequence[str], point: Point, command: Sequence[str], kind: str
 
 
 def check(table: Points, options: Options, count: int, remedy: str) -> None:
-    """Refuse jobs before the first is submitted, if something is wrong with their options, or a queue takes fewer.
+    """Check, before the first job is submitted, the options of the jobs, and whether a queue takes so many.
 
     Args:
         table: the points' table.
@@ -55,7 +55,7 @@ def submit(table: Points, chunks: Sequence[Sequence[Point]], job: Job) -> None:
     """Submit a job for each of ``chunks``, which all run the same copy of the code, and record their points.
 
     Raises:
-        SubmitError: the scheduler refuses a job; those before it stay submitted.
+        SubmitError: the scheduler rejects a job; those before it stay submitted.
     """
     freezes = not job(chunks[0]).no_freeze
     snapshot = launch_submit.snapshot_for(launch_submit.job_path(table.study)) if freezes else None

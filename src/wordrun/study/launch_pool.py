@@ -50,7 +50,7 @@ class LaunchPool:
     """Starts and watches launches; used as a context manager, which handles signals meanwhile.
 
     Args:
-        folder: of the study or the sweep.
+        folder: the folder of the study or sweep.
         command: what starts wordrun, and the arguments that all points share before their overrides.
         launch: the options of launch that all points share.
         placements: where points can run; each takes one of them, or as many as it needs nodes.
@@ -63,14 +63,14 @@ class LaunchPool:
         self.free = list(placements)
         self.running: list[Running] = []
         self.ending = 0
-        """The signal that ends all points, or 75 if a scheduler has asked a point to stop; no point starts then."""
+        """If not 0, no more points start: a signal's number, or 75 if a scheduler has asked a point to stop."""
         self._asked: set[str] = set()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> LaunchPool:
         """Handle signals until the end of the ``with`` block."""
         for number in STOPPING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, a shell's background job
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup and in a shell's background jobs
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -112,7 +112,7 @@ class LaunchPool:
             raise ConfigError(f"cannot start point {point.name}: {name}: {error.strerror}") from None
         self.running.append(Running(point, taken, process))
         self.free = self.free[nodes:]
-        if self.ending:  # the signal came in the meantime
+        if self.ending:  # a signal came in the meantime
             processes.send(process.pid, signal.SIGTERM)
 
     def wait(self) -> list[Ended]:
@@ -144,7 +144,7 @@ class LaunchPool:
 
     @property
     def exit_status(self) -> int:
-        """The exit status after the end of all points was asked for."""
+        """The exit status after a signal, or after a scheduler has asked a point to stop."""
         return REQUEUE if self.ending in (REQUEUE, signal.SIGTERM) else 128 + self.ending
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -166,7 +166,7 @@ def command_of(command: Sequence[str], point: Point) -> list[str]:
 
 
 def environment(point: Point) -> Mapping[str, str]:
-    """Return the environment of a launch: with a run ID, it continues what is in its directory."""
+    """Return the environment of a point's launch; a run ID in it lets the launch continue the run in its directory."""
     own = ("WORDRUN_RUN_ID", "WORDRUN_RESUME")
     kept = {name: value for name, value in os.environ.items() if not is_stale(name) and name not in own}
     return kept | (dict(zip(own, (point.run_id, "auto"), strict=True)) if point.run_id else {})

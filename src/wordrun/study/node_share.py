@@ -30,7 +30,7 @@ def devices(env: Mapping[str, str], count: int, share: int, shares: int) -> dict
 
 
 def main() -> None:
-    """Keep the share of this process's cores and devices, and become the command."""
+    """Restrict this process to its share of cores and devices, and exec the command."""
     share, shares = map(int, sys.argv[1].split("/"))
     if hasattr(os, "sched_setaffinity"):
         cores = [str(core) for core in sorted(os.sched_getaffinity(0))]

@@ -23,18 +23,18 @@ class LauncherOptions:
     ppn: int | None = None
     """Ranks per node."""
     parallel: int | None = None
-    """Most points at the same time. null: in a job, as many as its nodes and devices allow; on one machine, as many as
-    its devices allow, or one."""
+    """Maximum number of points at the same time. null: as many as the nodes and devices of the job, or the devices of
+    this machine, allow; without devices, one per node."""
     resume: bool = False
     """Continue the sweep in hydra.sweep.dir: start its points that have not finished, from their last checkpoints."""
     args: str = ""
-    """More options of launch, as one text: "--env A=1 --idle-timeout 600"."""
+    """More options of launch, as one string: "--env A=1 --idle-timeout 600"."""
     submit: bool = False
     """Submit the points as jobs, rather than run them here."""
     points_per_job: int = 1
     """Points that share one submitted job."""
     job_nodes: int | None = None
-    """Nodes of such a job. null: as many as let all its points run at the same time."""
+    """Nodes per job. null: enough for all points of the job to run at the same time."""
     walltime: str | None = None
     """Time limit of each submitted job, H:MM:SS."""
     queue: str | None = None
@@ -54,7 +54,7 @@ class LauncherOptions:
             yield f"hydra.launcher.{given[0]} is only for submitted jobs: add hydra.launcher.submit=true"
 
     def launch(self, *, submit: bool = False) -> list[str]:
-        """Return launch's options for one point, which runs in this job, or is submitted as one.
+        """Return launch's options for one point, which runs in this job, or (``submit``) in a job of its own.
 
         Raises:
             ConfigError: ``args`` is not a command line.
@@ -79,9 +79,9 @@ class SweeperOptions:
     n_trials: int = 20
     """Points of the whole study, including those of earlier sessions."""
     n_jobs: int | None = None
-    """Most points at the same time. null: as many as hydra/launcher=wordrun finds room for."""
+    """Maximum number of points at the same time. null: as many as hydra/launcher=wordrun finds room for."""
     metric: str = "val_loss"
-    """Metric of the evaluations, of which each point's best value counts."""
+    """Metric to optimize: the best value among a point's evaluations counts."""
     direction: str = "auto"
     """min, max, or auto (known from the metric's name)."""
     sampler: str = "tpe"

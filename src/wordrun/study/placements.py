@@ -31,7 +31,7 @@ class Placement:
     """Some of the job's nodes; empty: all of them, or this machine."""
     share: int = 0
     shares: int = 1
-    """Which of how many equal shares of a node's cores and devices the point gets."""
+    """The point gets share number ``share`` (from 0) of ``shares`` equal shares of a node's cores and devices."""
     threads: int | None = None
     """OMP_NUM_THREADS, if the point gets a share of a node."""
     sharing: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Placement:
         return replace(several[0], hosts=tuple(host for each in several for host in each.hosts))
 
     def words(self, launch: Sequence[str], file: Path) -> list[str]:
-        """Return the options ``launch`` with those that start a point here; the hosts, if any, are written to ``file``.
+        """Return the options ``launch`` and those that start a point here; ``file`` becomes its hostfile, if any.
 
         Raises:
             OSError: the file cannot be written.

@@ -51,7 +51,7 @@ class Point:
     run_id: str = ""
     """With a run ID, a point that is started again continues what is in its directory; without, it begins anew."""
     problem: str = ""
-    """Why the options rule it out."""
+    """Why the options rule the point out; empty: they do not."""
 
     @property
     def log(self) -> Path:
@@ -69,7 +69,7 @@ class Point:
         return "finished" if complete else state
 
     def clear(self) -> None:
-        """Remove what a failed or stopped run has left, if the next one is not to continue it."""
+        """Remove what a failed or stopped run has left, unless it is to be continued."""
         if not self.run_id:
             shutil.rmtree(self.dir, ignore_errors=True)
             self.log.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ class Points:
     Args:
         folder: the folder.
         study: name of the study; sweep for all sweeps.
-        version: of its columns; to be increased when their meaning changes.
+        version: version of the columns; to be increased when their meaning changes.
         columns: the study's own columns.
         option: the option that names the folder.
         subset: other processes may run other points of the folder meanwhile: lock nothing, and write no rows.
@@ -153,7 +153,7 @@ class Points:
 
     @property
     def what(self) -> str:
-        """What it is, for people to read."""
+        """``study`` or ``sweep``, for messages."""
         return "sweep" if self.study == "sweep" else "study"
 
     def _read(self) -> dict[str, dict[str, str]]:
@@ -179,10 +179,10 @@ class Points:
         return self.rows.get(point.name, {}).get("state", "")
 
     def check(self, points: Iterable[Point]) -> None:
-        """Refuse points whose rows belong to runs with other options.
+        """Check that no point has a row of a run with other options.
 
         Raises:
-            ConfigError: names the first one, and what it was run with.
+            ConfigError: one has; the message names it and the other options.
         """
         for point in points:
             row = self.rows.get(point.name)
@@ -193,7 +193,7 @@ class Points:
                 )
 
     def put(self, points: Sequence[Point], state: str, reason: str = "", **values: Any) -> None:
-        """Write the rows of ``points``; rows that they have are replaced.
+        """Write the rows of ``points``, replacing those they have.
 
         Args:
             points: some points.

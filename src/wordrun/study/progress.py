@@ -22,13 +22,13 @@ Words = Callable[[Point], Sequence[str]]
 
 
 class Progress:
-    """Says what happens to points.
+    """Prints what happens to points.
 
     Args:
         table: the points' rows.
-        states: of the points that are not run.
-        result: what is shown of each.
-        words: which of its options.
+        states: the states, by name, of points that are not run now.
+        result: returns what to show of the row of a finished point.
+        words: returns which of a point's options to show.
     """
 
     def __init__(self, table: Points, states: Mapping[str, str], result: Result, words: Words) -> None:
@@ -36,12 +36,12 @@ class Progress:
         self.clocks: dict[str, str] = {}
 
     def started(self, point: Point) -> None:
-        """Say that ``point`` has started."""
+        """Print that ``point`` has started."""
         self.states[point.name] = "running"
         print(f"point {point.name}  started {' '.join(self.words(point))}".rstrip(), flush=True)
 
     def ended(self, ended: Ended, state: str) -> None:
-        """Say that a point has ended, and how."""
+        """Print that a point has ended, and how."""
         name, clock = ended.point.name, str(timedelta(seconds=round(ended.seconds)))
         self.states[name], self.clocks[name] = state, clock
         print(f"point {name}  {state} after {clock}  {self._result(name)}".rstrip(), flush=True)
@@ -69,7 +69,7 @@ class Progress:
 
 
 def varied(points: Sequence[Point]) -> Words:
-    """Return a function that returns the options of one of ``points`` that not all of them share."""
+    """Return a function that returns the options of a point that not all ``points`` share."""
     words = {point.name: [" ".join(point.launch), *point.overrides] for point in points}
     shared = set.intersection(*map(set, words.values())) if len(words) > 1 else {""}
     return lambda point: [word for word in words[point.name] if word not in shared]

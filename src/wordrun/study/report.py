@@ -1,4 +1,4 @@
-"""What a study leaves beside points.csv: its table as CSV, figures as PNG, and a short report.md that shows both."""
+"""The results of a study, beside points.csv: a table as CSV, figures as PNG, and a short report.md that shows both."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Report:
     """The results of a study."""
 
     name: str
-    """Of the CSV file."""
+    """Name of the CSV file, without its suffix."""
     text: Sequence[str]
     """Lines about what was run, and the result."""
     heads: Mapping[str, str]
-    """The columns' names in the CSV file, each with its name in report.md."""
+    """Maps each column of the CSV file to its title in report.md."""
     table: Sequence[Mapping[str, Any]]
     """Rows of values by column."""
     figures: Mapping[str, Any]
@@ -91,7 +91,7 @@ def _csv(heads: Mapping[str, str], table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value for people to read: numbers with three digits, or all those before the point; None is a dash."""
+    """Return a value as text: numbers with three significant digits, or all before the point; None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, int | float):
@@ -129,7 +129,7 @@ def panels(titles: Sequence[str], *, same_y: bool = True) -> tuple[Any, list[Any
 
 
 def colors(count: int) -> list[Any]:
-    """Return as many colors, in an order that can be seen."""
+    """Return ``count`` colors, from dark to light."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](i / max(1, count - 0.5)) for i in range(count)]

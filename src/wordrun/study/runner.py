@@ -37,7 +37,7 @@ class Runner:
     launch: Sequence[str]
     """The options of launch that all points share."""
     figures: Figures
-    """Reads a finished run."""
+    """Returns the study's own columns of a finished run."""
     job: jobs.Job
     """Returns the options of launch that submit some points as one job."""
     again: bool = False
@@ -55,7 +55,7 @@ class Runner:
         Args:
             points: the points.
             free: where they can run at the same time.
-            result: what is shown of each point.
+            result: returns what to show of the row of a finished point.
             nodes: returns how many of the placements a point takes.
 
         Raises:
@@ -88,7 +88,7 @@ class Runner:
 
         Raises:
             ConfigError: an option is missing or not allowed.
-            SubmitError: the scheduler refuses a job; those before it stay submitted.
+            SubmitError: the scheduler rejects a job; those before it stay submitted.
         """
         todo, others = self.open(points)
         print(f"{self.table.what} {self.table.folder}: {_count(len(todo))} to submit{_not_run(others)}")
@@ -109,11 +109,11 @@ class Runner:
         return todo, {name: SHOWN.get(state, state) for name, state in others.items()}
 
     def record(self, point: Point, state: str, output: Path | None = None) -> str:
-        """Write the row of a point and return how it has ended; a point that was stopped is continued, and has no row.
+        """Write the row of a point and return how it has ended. A stopped point gets no row, so that it is continued.
 
         Args:
-            point: its run or its job has ended.
-            state: how: finished, failed or stopped.
+            point: a point whose run or job has ended.
+            state: finished, failed or stopped.
             output: the file with everything that it printed; None: the point's own.
         """
         reason, values = "", {}

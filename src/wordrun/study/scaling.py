@@ -30,8 +30,8 @@ Run the same training on 1, 2, 4, ... ranks or nodes and compare the throughput.
 
 Each point trains --steps steps to warm up and then --repeats times --steps steps, which are measured: the result is the
 median, with the minimum and the maximum as error bars. In a job of several nodes, points run side by side on different
-nodes. Call it again to continue: finished points are skipped. DIR receives points.csv, report.md, scaling.csv and
-scaling.png.
+nodes. Run the command again to continue: finished points are skipped. DIR receives points.csv, report.md, scaling.csv
+and scaling.png.
 """
 BACKENDS = """\
 backends to compare, separated by commas, each with options if needed: DDP,FSDP:reshard_after_forward=false,3D:pp=2:tp=2
@@ -40,7 +40,7 @@ STRONG = """\
 the same global batch for all points (default): train.global_batch_size, or else what the largest number of ranks takes
 without accumulation"""
 VERSION = 3
-"""Of the columns."""
+"""Version of the columns of points.csv."""
 COLUMNS = (
     "backend",
     "scaling",
@@ -163,7 +163,7 @@ def _steps(args: argparse.Namespace) -> list[str]:
 
 
 def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> list[str]:
-    """Return the overrides with which the steps of a run have ``sequences`` sequences.
+    """Return the overrides that give each step of a run ``sequences`` sequences.
 
     Raises:
         ConfigError: the run is impossible with these ranks.
@@ -240,7 +240,7 @@ def write(folder: Path, rows: Sequence[Row], args: argparse.Namespace, command: 
 
 
 def _results(row: Row, base: Row, unit: str) -> dict[str, Any]:
-    """Return the values of HEADS; ``base`` is the point to which the speed-up refers."""
+    """Return a row of the table, by the columns in HEADS; ``base`` is the point to which the speed-up refers."""
     tps, step = float(row["tps"]), number(row, "step_s") or 0.0
     speed_up = tps / float(base["tps"])
     return {

@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, BaseDistribution], list[s
 
 
 def distribution(override: Override) -> BaseDistribution:
-    """Return the values of an override that Hydra's syntax describes.
+    """Return Optuna's distribution for an override, whose value is in Hydra's syntax for sweeps.
 
     Raises:
         ValueError: the syntax has no meaning for a search, or the range is empty.
@@ -157,7 +157,7 @@ def open_study(folder: Path, options: SweeperOptions, *, higher: bool, several: 
 
 
 def check_space(study: optuna.Study, space: Mapping[str, BaseDistribution], folder: Path) -> None:
-    """Refuse what Optuna cannot add to a study: other choices of an option, or another kind of range.
+    """Check that the search space fits a study: Optuna cannot add other choices of an option, or another kind of range.
 
     Raises:
         ConfigError: an option differs.
@@ -315,7 +315,7 @@ class Search:
             print(f"best run: {found.dir}")
 
     def draw(self) -> Path:
-        """Draw a line for each completed point, across an axis for the metric and one per option; return the file."""
+        """Draw completed points in parallel coordinates, an axis for the metric and each option; return the file."""
         from matplotlib import pyplot
         from optuna.visualization.matplotlib import plot_parallel_coordinate
 

@@ -34,14 +34,14 @@ Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun
 """
 FILE = "sweep.json"
 VERSION = 1
-"""Of the columns of points.csv."""
+"""Version of the columns of points.csv."""
 COLUMNS = ("metric", "best")
 REMEDY = "hydra.launcher.points_per_job=N puts N points into a job"
 
 
 @dataclass
 class Sweep:
-    """A sweep: what is in sweep.json, and its points, which are in points.csv; open while it is a context manager."""
+    """A sweep: the contents of sweep.json, and its points, in points.csv. As a context manager, it is locked."""
 
     dir: Path
     id: str
@@ -55,7 +55,7 @@ class Sweep:
     higher: bool = False
     """Whether higher values of it are better."""
     is_new: bool = False
-    """There was no sweep in the folder."""
+    """Whether there was no sweep in the folder before."""
 
     def __post_init__(self) -> None:
         self.points: list[Point] = []
@@ -195,7 +195,7 @@ def launch(
     Args:
         folder: hydra.sweep.dir.
         command: what starts wordrun, and the arguments that all points share before their overrides.
-        options: the launcher's.
+        options: the options of hydra/launcher=wordrun.
         batch: the overrides of each point.
         subdir: returns the run directory below ``folder`` of a new point with these overrides and this number.
 
@@ -265,7 +265,7 @@ def table_of(folder: Path, subset: bool = False) -> Points:
 
 
 def together(options: LauncherOptions, parsed: Options, site: Site, count: int) -> Options:
-    """Return ``parsed``, which asks for the ranks of one point, with the nodes and ranks of ``count`` points."""
+    """Return ``parsed``, the options for one point, with the nodes and ranks that ``count`` points need together."""
     nodes = node_count(parsed, site)
     ranks = total_ranks(parsed, site)
     slots = site.ranks_per_node or site.devices or 0

@@ -26,7 +26,7 @@ LEGEND = {
     "dtb": "backward time per step, without dt_comm [s]",
     "dt_data": "time per step in which a rank waits for data [s]",
     "dt_comm": (
-        "time per step in which a rank waits for communication that is not hidden behind the passes; with sharded "
+        "time per step in which a rank waits for communication that does not overlap with computation; with sharded "
         "weights on accelerators it is not known, and is part of dtf and dtb [s]"
     ),
     "dt_optimizer": "time per step of the optimizer, including clipping [s]",
@@ -35,7 +35,7 @@ LEGEND = {
         "longest [s]"
     ),
     "slowest_rank": (
-        "the rank that took longest since the previous line for its data and its passes, without waiting for others"
+        "the rank that took longest since the previous line to load data and compute, not counting waits for others"
     ),
     "slowest_by": "how far it was behind the median of the ranks, per step [s]",
     "sps": "examples (for text: sequences) per second, all ranks",
@@ -141,7 +141,7 @@ class AppendOnlyTracker(Tracker):
             self.append(metrics["step"], {name: value for name, value in metrics.items() if value is not None})
 
     def state(self) -> dict[str, Any]:
-        """Return that this tracker has recorded the run so far, unlike one that is added when the run is resumed."""
+        """Return a mark that this tracker has recorded the run so far; one that is added on resuming lacks it."""
         return {"records": True}
 
     def append(self, step: int, metrics: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class AppendOnlyTracker(Tracker):
         raise NotImplementedError
 
     def rewind(self, step: int, logged: int) -> None:
-        """Do not record again what has been recorded up to step ``logged``."""
+        """Skip the repeated steps up to ``logged``, which are recorded already."""
         self._logged = max(self._logged, logged)
 
 
@@ -161,14 +161,14 @@ class BackgroundTracker(AppendOnlyTracker):
         self._thread, self._sent = ThreadPoolExecutor(1), deque[Future[Any]]()
 
     def send(self, call: Callable[..., Any], *values: Any) -> Future[Any]:
-        """Let the thread call ``call(*values)`` after everything sent before; raise what went wrong since last time."""
+        """Let the thread call ``call(*values)`` after everything sent before; raise the error of an earlier call."""
         while self._sent and self._sent[0].done():
             self._sent.popleft().result()
         self._sent.append(self._thread.submit(call, *values))
         return self._sent[-1]
 
     def drain(self) -> None:
-        """Wait for the thread to end; raise what went wrong first."""
+        """Wait for the thread to end; raise its first error."""
         self._thread.shutdown()
         for sent in self._sent:
             sent.result()

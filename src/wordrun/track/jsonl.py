@@ -50,7 +50,7 @@ class JsonlTracker(Tracker):
             file.write(f"--- step {step} ---\n{text}\n\n")
 
     def state(self) -> dict[str, Any]:
-        """Return how many lines metrics.jsonl has, by which a resumed run knows whether some have been lost."""
+        """Return the number of lines of metrics.jsonl, so that a resumed run can tell whether some are lost."""
         return {"lines": self._lines}
 
     def replay(self, lines: Iterable[dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ class JsonlTracker(Tracker):
         self._metrics.close()
 
     def abandon(self) -> None:
-        """Close the file, which has been removed."""
+        """Close the file."""
         self._metrics.close()
 
 
@@ -86,7 +86,7 @@ def copy_until(source: Path, target: Path, step: int, written: int = 0) -> int:
         source: the run directory to copy from.
         target: the one to copy to.
         step: the last step of which lines are copied.
-        written: how many lines there were up to ``step``, if that is known: a warning says how many are lost.
+        written: how many lines there were up to ``step``, if known; a warning reports lost ones.
 
     Returns:
         The last step in the source.
@@ -106,7 +106,7 @@ def copy_until(source: Path, target: Path, step: int, written: int = 0) -> int:
         LOGGER.warning("%s: %s; the original is %s", target / METRICS, what, original)
     if len(kept) < written:
         size, begin, end = max((b - a, a, b) for a, b in pairwise([*sorted(steps), step]))
-        where = f"the longest gap is from step {begin} to {end}" if size else "the steps are there"
+        where = f"the longest gap is from step {begin} to {end}" if size else "no step is missing"
         LOGGER.warning(
             "%s lacks %d of the %d lines up to step %d: %s", target / METRICS, written - len(kept), written, step, where
         )
@@ -128,12 +128,12 @@ def forget_steps(log: Path, step: int) -> None:
 
 
 def _lines_of(file: Path) -> list[bytes]:
-    """Return the lines of a file, with their ends; none if it does not exist."""
+    """Return the lines of a file, with their line ends; none if it does not exist."""
     return _read(file).splitlines(keepends=True)
 
 
 def _read(file: Path) -> bytes:
-    """Return what is in a file; nothing if it does not exist, or is a device. What cannot be read is set aside."""
+    """Return what is in a file; nothing if it does not exist, or is a device. An unreadable file is renamed."""
     try:
         return file.read_bytes() if file.is_file() else b""
     except OSError as error:

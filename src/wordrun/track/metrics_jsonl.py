@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl: line by line, or as columns of 8 bytes a number, so that a run of 10^6 lines can be drawn."""
+"""Reads metrics.jsonl: line by line, or as columns with 8 bytes per number, so that 10^6 lines fit into memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from wordrun.common.run_dir import METRICS
 
 LARGE = 2**53
-"""Whole numbers from here on are no measurements, and may not fit in a column."""
+"""Integers of this size or more are not measurements, and may not fit into a column."""
 
 
 def parsed(text: str | bytes) -> dict[str, Any] | None:
     """Return a line of metrics.jsonl; None: it is broken, such as the last one of a run that was killed."""
     try:
-        # Of bytes, json.loads would guess the encoding, of each line for itself.
+        # Given bytes, json.loads would guess the encoding of each line separately.
         line = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
         return None
@@ -124,7 +124,7 @@ def read(run_dir: Path) -> Metrics:
             with path.open("rb") as file:
                 for text in file:
                     metrics.add(text)
-    except OSError:  # it belongs to others, or the disk fails
+    except OSError:  # no permission, or a failing disk
         pass
     return metrics
 

@@ -1,4 +1,4 @@
-"""The plots of runs, drawn from their metrics as PNG: those of one run, and the curves of several in comparison."""
+"""Draws metrics as PNG: the plots of one run, and the curves of several runs in comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wordrun.track.metrics_jsonl import Metrics, Table
 SMOOTHING = 0.02
 # A curve is drawn with at most about this many points.
 POINTS = 1200
-# What an evaluation's line contains besides metrics with a panel of their own.
+# Values in the line of an evaluation that get no panel of their own.
 IN_LOSS = ("step", "val_loss", "val_perplexity")
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#e0484d", "#a26bd6", "#b0764a", "#e273b4", "#8b95a1", "#b3a62c", "#2bb3c0")
 """The colors of runs in a comparison, of the parts of a step, and of layers."""
@@ -29,16 +29,16 @@ SPLIT = {
 }
 """The parts of a step's time that are stacked, where a run has them."""
 PEAK = 2
-"""Stacked times are shown up to this many times the height that nine tenths of them do not exceed."""
+"""The axis of stacked times ends at this multiple of their 90th percentile."""
 
 
 def draw(metrics: Metrics, title: str, resumed: Sequence[float] = ()) -> dict[str, bytes]:
-    """Return the plots of a run by the names of their files; a run without a line of metrics has none.
+    """Return the plots of a run by the names of their files; empty if it has no metrics yet.
 
     Args:
         metrics: what the run has logged.
         title: the title of each plot.
-        resumed: the steps from which later launches continued the run, which the plot of the loss marks.
+        resumed: the steps from which later launches continued the run, to be marked in the plot of the loss.
     """
     if metrics.training.last("loss") is None:
         return {}
@@ -48,7 +48,7 @@ def draw(metrics: Metrics, title: str, resumed: Sequence[float] = ()) -> dict[st
 
 
 def overlay(name: str, runs: Mapping[int, Metrics]) -> bytes | None:
-    """Return the curves of a metric of several runs, in the colors of their numbers; None: no run has the metric."""
+    """Return a plot of one metric with a curve for each run, colored by its number; None: no run has the metric."""
     figure = _figure(3.6)
     axes = figure.subplots()
     _label(axes, name)
@@ -67,7 +67,7 @@ def color_of(number: int) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the exponential moving average of ``values``, without a bias towards its beginning."""
+    """Return the exponential moving average of ``values``, bias-corrected as in Adam."""
     keep = 1 - 1 / max(1.0, SMOOTHING * len(values))
     mean = weight = 0.0
     smoothed = []
@@ -122,7 +122,7 @@ def _curve(axes: Any, table: Table, name: str, **options: Any) -> None:
 
 
 def _noisy(axes: Any, steps: Sequence[float], values: Sequence[float], color: str, label: str = "") -> None:
-    """Draw a curve faintly, or the band between its extremes if it is long, and the smoothed curve over it."""
+    """Draw the smoothed curve over the faint original one; of a long curve, over the band between its extremes."""
     x, low, high, _ = thin(steps, values)
     if len(x) < len(steps):
         axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
@@ -220,7 +220,7 @@ def _step_time(axes: Any, training: Table) -> None:
 
 
 def _panels(metrics: Metrics) -> list[tuple[str, Table, list[str]]]:
-    """Return the panels of metrics.png: a metric of evaluations each, and the layers' metrics of a kind each."""
+    """Return the panels of metrics.png: one for each metric of evaluations, and for each kind of layers' metrics."""
     kinds: dict[str, list[str]] = {}
     for name in metrics.other.columns:
         if name != "step":

@@ -61,7 +61,7 @@ class RunRecord:
 
     @property
     def written(self) -> float:
-        """When it last wrote to its metrics, log or record, in seconds since the epoch."""
+        """When the run last wrote to its metrics, log or record, in seconds since the epoch."""
         names = (RECORD, METRICS, "log.txt")
         return max((stat.st_mtime for name in names if (stat := _stat(self.path / name))), default=0.0)
 
@@ -76,7 +76,7 @@ class RunRecord:
         return self.facts.get("best_mode") == "max"
 
     def best_value(self) -> float | None:
-        """Return the best value of ``best_metric`` so far, while the run is running from metrics.jsonl; None: none."""
+        """Return the best value of ``best_metric`` so far; None: there is none. A running run's is in metrics.jsonl."""
         recorded = self.facts.get("best_value")
         if isinstance(recorded, int | float) or "end" in self.facts:
             return recorded
@@ -85,7 +85,7 @@ class RunRecord:
 
 
 def load(path: Path) -> RunRecord:
-    """Return the records in the run directory ``path``, or in the directory of its link.
+    """Return the records in the run directory ``path``, which may be a link to one.
 
     Raises:
         ConfigError: ``path`` is not a run directory.
@@ -109,11 +109,11 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 
 def typed(content: object, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the object ``content`` without the values that are not of these ``kinds``: files may contain anything.
+    """Return ``content`` without values of types other than those in ``kinds``: files may contain anything.
 
     Args:
-        content: what was in a file; empty is returned if it is no object.
-        kinds: types by name; a list of one for lists, a mapping for objects. Other names may have any value.
+        content: the JSON value in a file; of anything but an object, nothing is left.
+        kinds: types by name: [T] for lists of T, a mapping for objects. Other names may have any value.
     """
     if not isinstance(content, dict):
         return {}

@@ -15,8 +15,8 @@ class TensorBoardTracker(Tracker):
     def __init__(self, options: TensorBoardConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
         try:
-            # Imported here, because the package is an extra. A line of metrics is one Summary: add_scalar would write
-            # an event for each of them, which takes 15 times as long.
+            # Imported here, because the package is an extra. A line of metrics is written as one Summary: add_scalar
+            # would write an event for each metric, which takes 15 times as long.
             from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard.summary import hparams
         except ImportError as error:
@@ -28,10 +28,10 @@ class TensorBoardTracker(Tracker):
                 self._writer.file_writer.add_summary(summary)
 
     def _open(self, step: int) -> None:
-        """Open a new file, which continues from ``step``: TensorBoard hides what earlier files have after it."""
+        """Open a new file, which continues from ``step``: TensorBoard hides later steps in earlier files."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # Also in the first file: TensorBoard takes the first purge step that it finds for the beginning of the run.
+        # The first file needs a purge step, too: TensorBoard takes the first that it finds for the run's beginning.
         purge, folder = step + 1, str(self.run.path / "tensorboard")
         self._writer: Any = SummaryWriter(folder, purge_step=purge, flush_secs=self.options.flush_s)
 

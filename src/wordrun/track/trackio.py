@@ -40,7 +40,7 @@ class TrackioTracker(AppendOnlyTracker):
         self._run.log({RENAMED.get(name, name): value for name, value in metrics.items() if name != "step"}, step)
 
     def state(self) -> dict[str, Any]:
-        """Return that there is a run to continue; trackio finds it by its name."""
+        """Return a mark that the run exists; trackio finds it by its name."""
         return {"name": self._run.name}
 
     def finish(self, summary: dict[str, Any], exit_status: int) -> None:

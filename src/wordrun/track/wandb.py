@@ -32,7 +32,7 @@ MODES = ("online", "offline", "disabled", "dryrun", "shared")
 
 
 class WandbTracker(BackgroundTracker):
-    """One W&B run, which starts beside the first steps: importing wandb and starting its process takes a second."""
+    """One W&B run. It starts in the background of the first steps: importing wandb and starting it takes a second."""
 
     def __init__(self, options: WandbConfig, run: RunInfo, state: dict[str, Any]) -> None:
         super().__init__(options, run, state)
@@ -42,15 +42,15 @@ class WandbTracker(BackgroundTracker):
             LOGGER.info("starting W&B")
             if importlib.util.find_spec("wandb") is None:
                 raise UserError("tracker=wandb: No module named 'wandb'; pip install wandb, or use tracker=jsonl")
-        # Known before wandb is, because a checkpoint needs it.
+        # Chosen before wandb is imported, because checkpoints contain it.
         self._id = state.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         self.started = self.send(self._start, {"resume": "allow"} if state else {})
         """Done once the W&B run exists."""
-        if options.mode == "online":  # it was asked for, so a failure is reported before the first step
+        if options.mode == "online":  # the user asked for it: report a failure before the first step
             self.started.result()
 
     def send(self, call: Callable[..., Any], *values: Any) -> Future[Any]:
-        """Let the thread call ``call(*values)``; with WANDB_MODE=disabled nothing, and wandb is not imported."""
+        """Let the thread call ``call(*values)``; with WANDB_MODE=disabled do nothing, so that wandb is not imported."""
         return super().send(call, *values) if self.mode != "disabled" else super().send(lambda: None)
 
     def _start(self, more: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class WandbTracker(BackgroundTracker):
             self._catch_up(began)
 
     def _catch_up(self, began: bool) -> None:
-        """Send the lines before the resumed step that W&B lacks, as far as that is known without its server.
+        """Send the lines up to the resumed step that W&B lacks, as far as this is known without asking its server.
 
         Args:
             began: whether W&B has recorded an earlier part of the run.
@@ -111,11 +111,11 @@ class WandbTracker(BackgroundTracker):
             super().log(line)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Record a line of metrics, unless W&B has one of its step; that is known once W&B has started."""
+        """Record a line of metrics, unless W&B already has this step, which is known only once W&B has started."""
         self.send(super().log, metrics)
 
     def rewind(self, step: int, logged: int) -> None:
-        """Do not record again what has been recorded up to step ``logged``, after what has been sent before."""
+        """Let the thread skip steps up to ``logged``, which are recorded, once it has sent what is pending."""
         self.send(super().rewind, step, logged)
 
     def append(self, step: int, metrics: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class WandbTracker(BackgroundTracker):
         self.send(lambda: self._wandb_run.finish(exit_code=exit_status))
         self.drain()
         if self.mode == "offline":
-            folder = Path(self._wandb_run.dir).parent  # a run that was resumed has one for each part
+            folder = Path(self._wandb_run.dir).parent  # each launch of a resumed run has its own
             parts = sorted(str(each) for each in folder.parent.glob(f"offline-run-*-{self._id}")) or [str(folder)]
             text = "W&B recorded offline; to upload, on a machine with network access:\n  wandb sync %s"
             LOGGER.info(text, shlex.join(parts))

@@ -1,4 +1,4 @@
-"""What a report says in tables: options that differ, the environment, launches, the slowest ranks."""
+"""The tables of a report: options that are not the defaults, environment, launches, slowest ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wordrun.track.metrics_jsonl import Metrics
 from wordrun.track.run_json import RunRecord
 
 SAMPLES = 3
-"""Number of generated texts shown, the last ones."""
+"""Number of generated texts shown: the latest."""
 NOT_COMPARED = ("run_dir", "data.path")
 PROFILES = 4
 """Number of profiles shown."""
 LONG = 20_000
-"""Characters of a profile that are shown."""
+"""Maximum number of characters shown of a profile."""
 SHORT = 2000
-"""Characters of a failure's record that are shown: its end."""
+"""Maximum number of characters shown of a failure's record, from its end."""
 
 
 def options(run_dir: Path) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def differences(run_dir: Path) -> list[tuple[str, Any, Any]]:
 
 
 def environment(record: RunRecord) -> dict[str, str]:
-    """Return where and with which versions the run was, for people to read."""
+    """Return the run's ranks, hosts, devices, commits and versions, as texts by their labels."""
     facts, world = record.facts, record.facts.get("world") or {}
     launch = record.launches[-1] if record.launches else {}
     hosts, nodes = record.hosts, world.get("nodes", 1)
@@ -145,7 +145,7 @@ def tables(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def files(run_dir: Path) -> list[str]:
-    """Return what else a reader may open, relative to the run directory."""
+    """Return other files of the run that are worth opening, relative to the run directory."""
     found = [*run_dir.glob("plots/*.png"), *run_dir.glob("profile*/**/*.html"), *run_dir.glob("profile*/**/*.txt")]
     return [str(file.relative_to(run_dir)) for file in sorted(found)[:20]]
 

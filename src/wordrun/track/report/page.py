@@ -1,4 +1,4 @@
-"""Fills the template of report.html with a run's, or several runs', plots and tables."""
+"""Fills the template of report.html with the plots and tables of one run or several."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from wordrun.track.run_state import state_of
 
 NAME = "report.html"
 WIDTH = 90
-"""Characters of a value in a table."""
+"""Maximum number of characters of a value in a table."""
 MOST_CURVES = 40
-"""With more runs, a comparison draws the first of them only and says so."""
+"""Maximum number of runs that a comparison draws; with more, a note tells that only the first are drawn."""
 LOSSES = ("val_loss", "val_perplexity")
-"""What evaluations of text always report, in one figure."""
+"""Metrics that every evaluation of text reports; they share a figure."""
 MOST_METRICS = 8
 """Metrics of evaluations besides the loss that a comparison shows."""
 RESULTS = {
@@ -100,7 +100,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
     records = [load(path) for path in run_dirs]
     everything = [run_metrics.read(record.path) for record in records]
     options = [facts.options(record.path) for record in records]
-    # An option that some runs lack, such as one of another model, follows from the choice that is in the table.
+    # Options that some runs lack are left out: they belong to a part, such as a model, whose choice is in the table.
     names = set.intersection(*(set(each) for each in options)) - set(facts.NOT_COMPARED)
     differing = sorted(name for name in names if len({repr(each[name]) for each in options}) > 1)
     metrics = _metrics(records, everything)
@@ -136,7 +136,7 @@ def compare(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def _compared(runs: Mapping[int, Metrics], metrics: Sequence[str]) -> dict[str, bytes]:
-    """Return the curves of several runs over each other; ``metrics`` are those of evaluations besides the loss."""
+    """Return plots that overlay the curves of several runs; ``metrics`` are those of evaluations besides the loss."""
     rate = "tps" if any("tps" in each.training for each in runs.values()) else "sps"
     names = ("val_loss", "loss", *metrics, rate, "grad_norm")
     return {name: png for name in names if (png := overlay(name, runs))}
@@ -193,10 +193,10 @@ def _results(record: RunRecord, found: Metrics, metrics: Sequence[str]) -> dict[
 
 
 def _metrics(records: Sequence[RunRecord], everything: Sequence[Metrics]) -> list[str]:
-    """Return what the runs' evaluations report besides the loss, what checkpoints are compared by first."""
+    """Return the metrics of the runs' evaluations besides the loss, starting with each run's train.best_metric."""
     reported = dict.fromkeys(name for each in everything for name in each.evaluation.columns)
     names = dict.fromkeys([*(record.best_metric for record in records), *reported])
-    # The perplexity of text says the same as the loss.
+    # Perplexity is the exponential of the loss, and tells nothing new.
     return [name for name in names if name in reported and name not in ("step", *LOSSES)][:MOST_METRICS]
 
 
