@@ -257,7 +257,7 @@ def with_schedule(cfg: Any, named: Any) -> Any:
         (torch.optim.LBFGS, ConfigError, ": LBFGS.step needs a closure, and steps with closures are not supported: "),
         (Listing, StateError, " keeps history of body.weight as list, which a checkpoint cannot hold: keep a tensor"),
         (Packing, StateError, " keeps history of body.weight as Packed, a kind of tensor that a checkpoint cannot "),
-        (Numbering, StateError, " keeps a state of body.weight under the key 0: use a string without a point"),
+        (Numbering, StateError, " keeps a state of body.weight under the key 0: use a string without a dot"),
     ],
 )
 def test_what_cannot_be_trained_with_is_named_before_the_second_step(

@@ -1,4 +1,4 @@
-"""Saves memory between the passes of a block: recomputes its activations, or keeps them in host memory."""
+"""Saves memory between the forward and backward passes: recomputes activations, or keeps them in host memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def apply_checkpointing(block: Any, number: int, train: TrainConfig) -> None:
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, selective: bool, **kwargs: Any) -> Any:
-    """Return what ``forward`` of ``block`` returns, and compute its activations again in the backward pass."""
+    """Return what ``forward`` of ``block`` returns; its activations are recomputed in the backward pass."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_products) if selective else None
-    # Compiled code updates buffers once, and takes no other contexts than those of selective checkpointing.
+    # Compiled code updates buffers only once, and supports only the contexts of selective checkpointing.
     if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
         contexts = partial(_with_buffers, block, contexts)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
@@ -38,7 +38,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, selec
 
 
 def _with_buffers(block: nn.Module, contexts: Callable[[], Any] | None) -> tuple[AbstractContextManager[Any], Any]:
-    """Return the contexts of the forward pass and of its recomputation, which leaves the buffers as they are."""
+    """Return the contexts of the forward pass and of its recomputation, which must not change the buffers."""
     first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
     return first, _both(_unchanged_buffers(block), second)
 
@@ -75,20 +75,21 @@ class Offloaded:
     data: Tensor
     device: torch.device
     copied: Any
-    """Event after which ``data`` is complete; None: it is."""
+    """Event after which ``data`` is complete; None: it is complete."""
 
 
 class Offload:
     """Hooks for autograd that move saved tensors of one block to host memory and back."""
 
     def __init__(self, block: nn.Module) -> None:
-        # Weights stay, also as copies in 16 bits or transposed: recognized by their shape, which activations lack.
+        # Weights stay on the device, also 16-bit or transposed copies: they are recognized by shapes that no activation
+        # has.
         parameters: list[Any] = [*block.parameters()]
         shapes = [tuple(local(p).shape) for p in parameters]
         self.stay = {*shapes, *(shape[::-1] for shape in shapes)}
         self.seen: dict[Any, tuple[Offloaded, Tensor]] = {}
-        """What this forward pass has copied, since several operations save the same tensor; with the tensors, so that
-        no other one takes their addresses meanwhile."""
+        """The copies of this forward pass, since several operations save the same tensor. The tensors are kept, too, so
+        that no other one takes their addresses meanwhile."""
 
     def pack(self, tensor: Tensor) -> Tensor | Offloaded:
         """Return what autograd keeps instead of ``tensor``."""

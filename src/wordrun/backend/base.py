@@ -41,7 +41,8 @@ MakeModel = Callable[..., Any]
 MakeOptimizer = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 Writer = Callable[[Sequence[TensorShard], int, Mapping[str, StoredTensor]], Callable[[], None]]
-"""Copies what a rank writes: its shards, its number and where all shards are. Returns a function that completes it."""
+"""Copies what a rank writes, given its shards, its number and the places of all shards. Returns a function that
+completes the copy."""
 Fetch = Callable[[Iterable[str]], None]
 Options = TypeVar("Options", bound=BackendConfig)
 
@@ -202,14 +203,14 @@ def require_shards(folder: Path, facts: Mapping[str, Any], backend: str) -> None
         ConfigError: an engine has written the checkpoint in a format of its own, or it has state (``only_for`` in its
             facts) that only another backend can continue from.
     """
-    if facts["kind"] not in ("shards", "pieces"):  # as they were called at first
+    if facts["kind"] not in ("shards", "pieces"):  # "pieces" in the oldest checkpoints
         raise ConfigError(
             f"{folder} was written by the engine of train.backend={facts['kind']}, so this backend cannot resume from "
             f"it: use train.backend={facts['kind']}, or load only its weights with train.init_from={folder}",
             page="backends.md#which-models-on-which-backends",
         )
     only = facts.get("only_for")
-    if facts.get("between") and not only:  # until 0.1 the checkpoint said no more than that
+    if facts.get("between") and not only:  # all that checkpoints of versions up to 0.1 say
         only = {
             "backend": "diloco",
             "why": "was saved between two exchanges of islands",
@@ -256,18 +257,19 @@ def build(spec: BackendSpec) -> Backend:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 2**25
-"""Bytes up to which blocks come from the heap, the most that glibc takes; larger ones are mapped one by one."""
+"""Allocations of at most this many bytes come from the heap, the largest limit that glibc accepts; larger ones are
+mapped one by one."""
 SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def keep_freed() -> bool:
-    """Let glibc keep what is freed, and return whether it does.
+    """Let glibc keep freed memory, and return whether it does.
 
-    By default it returns the end of the heap to the system when a few MB there are free, as at the end of each backward
-    pass, and the next step gets it back page by page, each filled with zeros. Other allocators, and those that the user
-    has set up by environment variables, stay as they are.
+    By default, glibc returns the end of the heap to the system once a few MB there are free, as after each backward
+    pass. The next step gets the memory back page by page, each filled with zeros. Other allocators, and a glibc that
+    the user has configured by environment variables, stay as they are.
 
-    Not for backends that gather parameters: that leaves holes of many sizes, and FSDP's ranks took twice the memory.
+    Backends that gather parameters must not use this: they leave holes of many sizes, and FSDP took twice the memory.
     """
     if sys.platform != "linux" or any(os.environ.get(name) for name in SET_BY_USERS):
         return False

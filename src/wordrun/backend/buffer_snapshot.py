@@ -1,4 +1,4 @@
-"""Buffers in which forward passes keep statistics, such as BatchNorm's: copies of them, to undo a forward pass."""
+"""Copies of the buffers that forward passes change, such as BatchNorm's statistics, to undo a forward pass."""
 
 from __future__ import annotations
 

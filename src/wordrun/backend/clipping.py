@@ -17,8 +17,8 @@ from wordrun.dist import torch_private
 def clip(parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
     """Scale down this rank's gradient shards if the ``norm`` of all gradients exceeds ``most``.
 
-    On an accelerator, gradients are multiplied in every step, by 1 if no clipping is needed: to read the norm on the
-    host would wait for the device.
+    On an accelerator, gradients are multiplied in every step, by 1 if no clipping is needed: reading the norm on the
+    host would mean waiting for the device.
     """
     if norm.device.type == "cpu" and not norm > most:
         return

@@ -18,10 +18,10 @@ Options = dict[str, Any] | None
 
 
 def compile_options(device: torch.device, layout: Layout) -> Options:
-    """Return how models are compiled for ``device``, with ranks as in ``layout``.
+    """Return inductor's options for ``device`` and ``layout``.
 
-    On CPUs, the code that calls the kernels is C++ as well: in Python, it takes 3 % of the passes of a small model
-    (one thread). It cannot communicate, as ranks do within a block if they divide products, sequences or experts.
+    On CPUs, the kernels are called from C++: calling them from Python takes 3 % of the passes of a small model (one
+    thread). The C++ code cannot communicate, as blocks do under tensor, context or expert parallelism.
     """
     divided = layout.tp * layout.cp * layout.ep > 1
     return {"cpp_wrapper": True} if device.type == "cpu" and not divided else None
@@ -57,7 +57,7 @@ def compile_model(model: Model, scope: str, options: Options = None) -> None:
 
 
 def compile_module(module: nn.Module, options: Options = None) -> None:
-    """Compile ``module``, except for what the modules in it want to leave uncompiled."""
+    """Compile ``module``, except for the parts that its modules exclude from compilation."""
     for each in module.modules():
         if hasattr(each, "leave_uncompiled"):
             each.leave_uncompiled()  # type: ignore[operator]

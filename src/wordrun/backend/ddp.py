@@ -56,11 +56,11 @@ class DDPBackend(TorchBackend):
         if options.compress == "bf16":
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
             replica.register_comm_hook(self.group, lambda group, bucket: bf16_compress_hook(group, bucket))
-        elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI's has all ranks
+        elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI has all ranks
             # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
             replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
-        # torch records a static graph in the first pass, so that must be a real one, and where it looks for unused
-        # parameters, it keeps the first buckets.
+        # torch records a static graph in the first pass, which must therefore be a real one; and if it looks for
+        # unused parameters, it keeps the first buckets.
         if not (options.static_graph or options.find_unused_parameters):
             torch_private.settle_buckets(replica)
         return replica
@@ -77,6 +77,6 @@ class DDPBackend(TorchBackend):
 
     def close(self) -> None:
         """Release the reducer while the process group has other references."""
-        # As the last reference, it would destroy the group while holding the GIL, which gloo's threads may need.
+        # With the last reference, it would destroy the group while holding the GIL, which gloo's threads may need.
         if self.replica is not None:
             torch_private.release_reducer(self.replica)

@@ -1,7 +1,7 @@
 """Linear layers that multiply in float8 (Micikevicius et al. 2022), by torchao.
 
-Weights, gradients and what passes between layers stay as they are: each product casts its two factors, with a scale for
-the whole matrix or for each row. So checkpoints are the same, and evaluations during the run are in float8 as well.
+Weights, gradients and activations keep their dtypes: each product casts its two factors, with one scale for the whole
+matrix or for each row. So checkpoints do not change; evaluations during the run compute in float8 as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wordrun.common.errors import ConfigError
 MULTIPLE = 16
 """Float8 products need both dimensions of a weight to be multiples of this."""
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
-"""The lowest NVIDIA compute capability for which torch has the products: Ada; Hopper for a scale for each row."""
+"""The lowest NVIDIA compute capability for which torch has such products: Ada, or Hopper for one scale per row."""
 
 
 def require(recipe: str, device: torch.device) -> None:

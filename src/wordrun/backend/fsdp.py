@@ -64,7 +64,7 @@ class FSDPBackend(TorchBackend):
                     torch_private.time_collectives(module, self.timer)
 
     def _context(self, spec: BackendSpec) -> Context | None:
-        """Return the ranks among which each sequence is divided; None: it is not."""
+        """Return the context-parallel ranks, among which each sequence is divided; None: it is not divided."""
         layout = spec.layout
         if layout.cp == 1:
             return None
@@ -95,7 +95,7 @@ class FSDPBackend(TorchBackend):
             super().backward(loss)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context of forward passes; autocast only for losses that need it, as the weights have a dtype."""
+        """Return the context of forward passes: autocast only if a loss needs it, since FSDP casts the weights."""
         if self.layout.tp == 1 and not all(part.computes_losses_in_fp32 for part in self.parts):
             return super().forward_context()
         return self._loss_context()
@@ -150,9 +150,10 @@ class Splitter:
 
     @property
     def sharded(self) -> bool:
-        """Whether ``fully_shard`` is used: not with one rank along its axes, where it would be 10% slower.
+        """Whether ``fully_shard`` is used.
 
-        Nor with zero-bubble schedules: it misses weight gradients computed after activation gradients (torch 2.13).
+        With one rank along its axes, it would only be 10 % slower. With zero-bubble schedules, it misses the weight
+        gradients that are computed after the activation gradients (torch 2.13).
         """
         return self.spec.layout.dp * self.spec.layout.cp > 1 and not self.options.zero_bubble
 
@@ -191,7 +192,7 @@ class Splitter:
         model.tie()  # splitting untied the parameters
         prepare_rest(model, spec.cfg, options)
         if self.sharded:
-            # Autocast casts what needs it, and leaves the targets of a loss as they are.
+            # Inputs are left to autocast, which does not cast the targets of a loss.
             self._shard(model, self.mesh, casts=model.computes_losses_in_fp32)
             self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
@@ -245,7 +246,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> No
     parallelize_module(module, mesh, plan, src_data_rank=None)
     for child in module.modules():
         for name, parameter in [*child.named_parameters(recurse=False)]:
-            if isinstance(parameter, DTensor) and parameter.device_mesh == mesh:  # not what fully_shard has sharded
+            if isinstance(parameter, DTensor) and parameter.device_mesh == mesh:  # not one that fully_shard has sharded
                 _release_complete(child, name, parameter)
 
 
@@ -265,7 +266,7 @@ def _release_complete(module: nn.Module, name: str, parameter: DTensor) -> None:
 
 
 def check_shared(model: Model) -> None:
-    """Raise a ConfigError if parts of ``model`` that are sharded one by one share a parameter, which would untie it."""
+    """Raise a ConfigError if modules of ``model`` that are sharded separately share a parameter: it would be untied."""
     seen: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""

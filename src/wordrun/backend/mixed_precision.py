@@ -14,13 +14,13 @@ from wordrun.dist import torch_private
 from wordrun.dist.collectives import all_min
 
 GAIN = 1.25
-"""bf16 is used if a matrix product is at least this many times as fast in it. From a width of 128 on, AMD Zen 4 and
-Intel's AMX reach 2 to 4, an Intel processor with AVX512_BF16 alone 0.5, and those that emulate it 0.01, so the choice
-is the same at each start of a run."""
+"""bf16 is used if a matrix product in it is at least this many times as fast as in fp32. From a width of 128 on, AMD
+Zen 4 and Intel's AMX reach 2 to 4, Intel processors with only AVX512_BF16 0.5, and those that emulate bf16 0.01. So the
+choice is the same at each start of a run."""
 ROWS, WIDTHS = 256, (256, 512)
 """The size of that product: rows, and the smallest and largest width, so that it takes a few milliseconds."""
 ROUNDS = 8
-"""How often it is measured. The shortest time counts, because other load makes some of them longer."""
+"""Number of measurements. The shortest time counts, because other load makes some of them longer."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -64,7 +64,7 @@ def settled_dtype(cfg: Config, world: dist.World, kept: str | None = None) -> st
 
 
 def _gains(cfg: Config, device: torch.device) -> bool:
-    """Return whether this CPU is faster in bf16 than in fp32, and log that it is not although it has instructions."""
+    """Return whether this CPU is faster in bf16 than in fp32; if its bf16 instructions are slower, log that."""
     if fast_dtype("auto", device) != "bf16":
         return False
     gain = bf16_gain(getattr(cfg.model, "n_embd", None) or 0)
@@ -75,7 +75,7 @@ def _gains(cfg: Config, device: torch.device) -> bool:
 
 
 def bf16_gain(width: int) -> float:
-    """Return how many times as fast this processor is in bf16 at a layer of about this ``width``, with its casts."""
+    """Return how many times as fast as in fp32 this CPU computes a layer of this ``width`` in bf16, with casts."""
     size = min(max(width, WIDTHS[0]), WIDTHS[1])
     x, weight = torch.ones(ROWS, size), torch.ones(4 * size, size)
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}

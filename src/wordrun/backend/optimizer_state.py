@@ -50,7 +50,7 @@ def tensors_of(optimizer: Optimizer, parameters: Named, part: str = "") -> dict[
     for name, parameter in parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(key, str) or "." in key:
-                raise StateError(f"{who} keeps a state of {name} under the key {key!r}: use a string without a point")
+                raise StateError(f"{who} keeps a state of {name} under the key {key!r}: use a string without a dot")
             if isinstance(value, Tensor):
                 if not _is_plain(value, parameter):
                     raise StateError(
@@ -81,7 +81,7 @@ class SavedState:
     Args:
         optimizer: the optimizer, before its first step.
         part: what messages call it.
-        parameters: yields this rank's parameters with their names; with ``once``, without a second copy of a weight.
+        parameters: yields this rank's parameters with their names; ``once`` omits second copies of a weight.
         checks: whether to check after the first step that a checkpoint can hold the state.
     """
 
@@ -131,7 +131,7 @@ class Restored:
         optimizer: the optimizer; its parameter groups keep their options, except for values that it had changed.
         parameters: this rank's parameters with their names.
         stored: the checkpoint's tensors, by name.
-        unpadded_rows: the rows without padding, by name and shape, of parameters that end in padding.
+        unpadded_rows: for parameters that end in padding, the number of rows without it, by name and shape.
         groups: the values of its groups.
     """
 
@@ -191,7 +191,7 @@ class Restored:
             if values:
                 state[index[parameter]] = {key: torch.tensor(value) for key, value in shared.items()} | values
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # torch casts states to the dtype of the parameter; that of "step" it chooses with a reason.
+        # torch casts states to the dtype of the parameter, except "step", whose dtype it chooses itself.
         for parameter, number in index.items():
             kept = self.optimizer.state.get(parameter, {})
             for key, value in state.get(number, {}).items():
@@ -225,7 +225,7 @@ class StateError(UserError, TypeError):
 
 
 class GroupValues:
-    """Knows which values of an optimizer's groups have changed since it was constructed.
+    """Keeps track of the values in an optimizer's parameter groups that have changed since it was constructed.
 
     Args:
         optimizer: the optimizer, before its first step.
@@ -237,7 +237,7 @@ class GroupValues:
         self._initial = [{key: _snapshot(value) for key, value in _own(group)} for group in optimizer.param_groups]
 
     def changed(self) -> list[dict[str, Any]]:
-        """Return for each group the values that have changed, as JSON has them.
+        """Return for each group the values that have changed, as JSON values.
 
         Raises:
             StateError: one cannot be saved.
@@ -276,10 +276,10 @@ class GroupValues:
         return {f"{GROUPS}{first}": torch.frombuffer(text, dtype=torch.uint8)}
 
     def load(self, tensors: Sequence[Tensor], names: Mapping[nn.Parameter, str]) -> None:
-        """Restore the values in ``tensors``, those of all stages; the others become what they were at first.
+        """Restore the values in ``tensors``, those of all stages, and reset all other values to their initial ones.
 
-        A group without parameters, or whose parameters are in no stored group, gets the values of the group with its
-        number in the stage that had this rank's parameters.
+        A group without parameters, or whose parameters are in no stored group, is matched by its number, within the
+        stage that had this rank's parameters.
 
         Args:
             tensors: what ``tensors`` has returned.
@@ -303,7 +303,7 @@ class GroupValues:
         return self._initial[number] if number < len(self._initial) else {}
 
     def _reset(self, number: int, group: Group) -> None:
-        """Give ``group`` the values that it had at first."""
+        """Reset ``group`` to its initial values."""
         initial = self._initial_of(number)
         for key, value in _own(group):
             if key not in initial:
@@ -325,7 +325,7 @@ def _device(group: Group, key: str) -> torch.device:
 
 @dataclass(frozen=True)
 class _Other:
-    """A value that JSON cannot hold, which may stay as it is."""
+    """Stands for a value that JSON cannot hold; no problem as long as it does not change."""
 
     value: Any = field(compare=False)
     identity: int
@@ -333,7 +333,7 @@ class _Other:
 
 
 def _snapshot(value: Any) -> Any:
-    """Return ``value`` for JSON, or an object by which a change of it is recognized."""
+    """Return ``value`` for JSON, or an object that shows whether it has changed."""
     try:
         return _plain(value)
     except TypeError:

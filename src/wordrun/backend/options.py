@@ -18,14 +18,14 @@ from wordrun.train.options import DTYPES
 class BackendConfig(Section):
     """Parallelization of the optimizer step.
 
-    Besides options, this class has what the rest of wordrun asks of every backend, so that nothing else needs to know
-    which backends exist. The attributes and methods below are the questions. Their answers here are those of a backend
-    that derives from ``TorchBackend`` and has a part of the batch on each rank; another backend overrides what differs.
+    Besides options, this class has the properties that the rest of wordrun needs to know of every backend, so that
+    nothing else has to know which backends exist. The defaults suit a backend that derives from ``TorchBackend`` and
+    has a part of the batch on each rank; other backends override what differs.
     """
 
     engine: ClassVar[str] = ""
-    """Who computes the gradients and takes the steps: the name of a library with an engine of its own; empty: wordrun,
-    with torch's autograd and optimizers."""
+    """Name of the library whose own engine computes the gradients and takes the steps; empty: wordrun does, with
+    torch's autograd and optimizers."""
     pipeline: ClassVar[bool] = False
     """Whether the model's layers are divided into the stages of a pipeline."""
     replicated: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class BackendConfig(Section):
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Options that `wordrun plan` names in its commands even if they have their defaults."""
     estimates: ClassVar[str] = ""
-    """The module that registers the plan's estimates for these options; empty: the plan's own do."""
+    """The module that registers the plan's estimates for these options; empty: the plan has them itself."""
 
     name: str = "DDP"
     """Name of the backend; set by train.backend."""
@@ -71,11 +71,11 @@ class BackendConfig(Section):
         return replace(at, ep=ep)
 
     def conflicts_on(self, cfg: Any, at: Layout | None, gas: int | None) -> Iterable[str]:
-        """Return where the options of ``cfg``, the complete Config, contradict these on ranks laid out as ``at``.
+        """Yield a message for each contradiction between ``cfg``, the complete Config, and these options.
 
         Args:
             cfg: the Config.
-            at: the layout of the ranks; None: unknown, or other options have to be corrected first.
+            at: the layout of the ranks; None: it is unknown, or other options have to be corrected first.
             gas: micro-steps of an optimizer step; None as for ``at``.
         """
         return []
@@ -112,23 +112,23 @@ class BackendConfig(Section):
 
     @property
     def chunked_loss(self) -> bool:
-        """Whether a loss in chunks can use the output layer's weights, that is, outside the layer's own module."""
+        """Whether a loss in chunks can use the output layer's weights outside the layer's module."""
         return True
 
     @property
     def sharded_states(self) -> tuple[str, ...]:
-        """What is divided over the data-parallel ranks: any of parameters, gradients and optimizer."""
+        """What is sharded over the data-parallel ranks: any of "parameters", "gradients" and "optimizer"."""
         return ()
 
     @property
     def offloads(self) -> bool:
-        """Whether host memory holds a part of what ``sharded_states`` names, on an accelerator."""
+        """Whether, on accelerators, some of the training state is kept in host memory."""
         return False
 
     def unavailable(self) -> str:
         """Return why this backend cannot run here, such as a library that is not installed; empty: it can.
 
-        ``wordrun plan``, which may be for another machine, does not ask.
+        ``wordrun plan``, which may be for another machine, does not call this.
         """
         return ""
 
@@ -142,7 +142,7 @@ class BackendConfig(Section):
         return 1
 
     def microbatches_of(self, batch_size: int, pp: int) -> int:
-        """Return into how many micro-batches a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
+        """Return the number of micro-batches into which a pipeline of ``pp`` ranks divides ``batch_size`` examples."""
         return 1
 
 
@@ -161,7 +161,7 @@ class DDPConfig(BackendConfig):
     static_graph: bool = False
     """Tell DDP that the graph never changes, which enables optimizations; requires one micro-step per step."""
     find_unused_parameters: bool = False
-    """Allow steps in which some parameters get no gradient, for which DDP searches the graph of each step."""
+    """Allow steps in which some parameters get no gradient; DDP then searches the graph of each step for them."""
     compress: str = "none"
     """Gradient compression for the all-reduce: none, or bf16 (half the traffic)."""
 

@@ -1,4 +1,4 @@
-"""Prepares the parameter groups of any torch optimizer: what it gets, what it leaves out, and its learning rates."""
+"""Parameter groups of any torch optimizer: named parameters, a check for those left out, and learning rates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class NamedParameters(list[tuple[str, nn.Parameter]]):
-    """A model's trained parameters by name, with what an optimizer may want to know about them.
+    """A model's trained parameters by name, with facts that an optimizer may need.
 
     Args:
         parameters: this rank's parameters, or its shards of them.
@@ -72,7 +72,7 @@ def warn_of_left_out(optimizer: Optimizer, parameters: Named, part: str, *, ever
         optimizer: the optimizer of ``part``.
         parameters: this rank's.
         part: what the warning calls it.
-        everywhere: if each pipeline stage has other parameters, the device on which to ask all ranks for theirs.
+        everywhere: if pipeline stages have different parameters, the device for gathering those of all ranks.
     """
     parameters = list(parameters)
     names = [name for name, p in parameters if p.requires_grad]

@@ -78,7 +78,7 @@ class PipelineBackend(FSDPBackend):
         losses: list[Tensor] = []
         kept = BufferSnapshot(self.parts) if self.skips else None
         first = (inputs,) if self.parts[0].is_first else ()
-        # The last stage computes the losses; the schedule wants a target, but does not use it.
+        # The last stage computes the losses; the schedule requires a target, but does not use it.
         last = {"target": targets, "targets": targets, "losses": losses} if self.parts[-1].is_last else {}
         with self.forward_context():
             torch_private.pipeline_step(self.schedule, *first, **last, **every)

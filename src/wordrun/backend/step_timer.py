@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 LABELS = ("hooks", "data", "forward", "backward", "passes", "communication", "optimizer", "collectives")
-"""The phases of a step; ``passes`` are those of a pipeline."""
+"""The phases of a step; in a pipeline, ``passes`` stands for forward and backward."""
 Lap = tuple[str, Any, Any]
 """Label, begin and end: seconds on a CPU, otherwise events."""
 
@@ -48,8 +48,8 @@ class StepTimer:
     def collective(self) -> Iterator[None]:
         """Measure a collective in the ``with`` block.
 
-        On a CPU, which waits for it, its time is ``communication`` rather than part of the phase around it. On an
-        accelerator, where it may be hidden behind computation, it is also added to ``collectives``.
+        A CPU waits for it, so its time counts as ``communication`` and not in the phase around it. On an accelerator it
+        may overlap with computation, so its time is added to ``collectives`` and remains in the phase.
         """
         begin = self._now()
         yield
@@ -82,7 +82,7 @@ class StepTimer:
         ]
         return [
             (label, max(0.0, begin), end) for label, begin, end in times if begin <= end
-        ]  # others only correct a sum
+        ]  # other entries only correct a sum
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return float(end - begin if self._on_cpu else begin.elapsed_time(end) / 1000)

@@ -47,7 +47,7 @@ class TorchBackend:
         self.device, self.dtype = spec.device, spec.dtype
         self.layout, self.rank, self.ranks = spec.layout, spec.world.rank, spec.world.size
         self.group = spec.mesh.get_group("replicate") if spec.mesh else dist.group.WORLD
-        """The process group of a layout that only replicates."""
+        """The process group of all ranks, if the layout only replicates."""
         self.copies = shards.HostCopies()
         self.parts, self.model_options = parts, spec.cfg.model
         self.parameters = [p for part in parts for p in part.parameters()]
@@ -89,7 +89,7 @@ class TorchBackend:
         for number, batch in enumerate(batches, start=1):
             loss = self.micro_step(batch, last=number == len(batches)) / len(batches)
             clock.lap("forward")
-            if not self.alone:  # the rest is spent waiting for other ranks
+            if not self.alone:  # the rest of this phase is spent waiting for other ranks
                 torch_private.after_gradients(loss, partial(clock.lap, "backward"))
             self.backward(self.scaler.scale(loss))
             clock.lap("backward" if self.alone else "communication")
@@ -117,7 +117,7 @@ class TorchBackend:
     def update(self, learning_rate: float, clock: StepTimer, kept: BufferSnapshot | None = None) -> Tensor:
         """Clip the gradients, step the optimizer and return the gradient norm before clipping.
 
-        A step with non-finite gradients is skipped, and buffers become what they were, if they were ``kept``.
+        If buffers were ``kept``, a step with non-finite gradients is skipped, and the buffers are restored.
         """
         self.complete_gradients()
         self.unused.check(self.named_parameters(once=True))
@@ -200,9 +200,9 @@ class TorchBackend:
             yield from ((name, buffer) for name, buffer in part.named_buffers() if name in self.buffer_names)
 
     def holders(self) -> Any:
-        """Return the process group of the ranks that hold shards of the same parameters, or copies if there are none.
+        """Return the process group whose ranks hold shards (or, without sharding, copies) of the same parameters.
 
-        None: this rank has its parameters alone.
+        None: no other rank has this rank's parameters.
         """
         return self.group if self.layout.size > 1 else None
 
@@ -227,7 +227,7 @@ class TorchBackend:
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of parameters and persistent buffers, by their names in a checkpoint.
 
-        Without those that LoRA has frozen, which are in the checkpoint of the base model.
+        Parameters that LoRA has frozen are left out: the checkpoint of the base model has them.
         """
         state: dict[str, Tensor] = {}
         saved = [(name, p) for name, p in self.named_parameters(once=once) if p.requires_grad or not self.adapts]
@@ -335,7 +335,7 @@ class TorchBackend:
         return index.load(folder)
 
     def _rows_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return how many rows a checkpoint has of those ``tensors``, by name, whose parameter ends in padding."""
+        """Return, for those ``tensors`` whose parameter ends in padding, the number of rows that a checkpoint has."""
         keys = {name: (parameter_of(name), tensor.shape) for name, tensor in tensors.items()}
         return {name: self.unpadded_rows[key] for name, key in keys.items() if key in self.unpadded_rows}
 
@@ -350,7 +350,7 @@ class TorchBackend:
             shard.data.copy_(weights[name][window])
 
     def compile(self, *, on: bool) -> None:
-        """Compile the model from the next pass on, as train.compile_scope says, or stop using compiled code."""
+        """Compile the model as train.compile_scope says, or use it uncompiled again, from the next pass on."""
         options = compile_options(self.device, self.layout)
         for part in self.parts:
             if on:

@@ -25,7 +25,7 @@ class UnusedError(UserError):
         options: of the model.
         names: the parameters.
         remedy: what may be done about it.
-        earlier: whether this was in the step before the one that failed.
+        earlier: whether they got none in the step before the one that failed.
     """
 
     page = "backends.md#parameters-without-a-gradient"
@@ -45,8 +45,8 @@ class Unused:
 
     Args:
         cfg: the run's config.
-        step: steps before the first one.
-        prefix: what stands before the names of the backend's options.
+        step: number of steps taken before this launch.
+        prefix: prefix of the names of the backend's options in messages.
     """
 
     def __init__(self, cfg: Config, step: int, prefix: str = "backend.") -> None:
@@ -62,7 +62,7 @@ class Unused:
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Look at the named ``parameters``, whose gradients are complete.
 
-        Where they are not required, a warning names in the first step those that have none.
+        In the first step, a warning names those without a gradient that are not required to have one.
 
         Raises:
             UnusedError: one that is required has none.
@@ -86,9 +86,9 @@ class Unused:
 
     @contextlib.contextmanager
     def named(self, module: nn.Module) -> Iterator[None]:
-        """Within the ``with`` block, a forward pass of DDP's, turn its error about the step before into an UnusedError.
+        """Within a ``with`` block around DDP's forward pass, turn its error about the last step into an UnusedError.
 
-        A parameter has a gradient all the same if it was used in another micro-step than the last.
+        A parameter that DDP reports may have a gradient after all, from another micro-step than the last.
         """
         try:
             yield

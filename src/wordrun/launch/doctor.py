@@ -33,7 +33,7 @@ SLOW_IMPORT_S = 20.0
 LONG_TMPDIR = 60
 # What test_dist --bench has measured, relative to the working directory; the names sort by time.
 MEASURED = "outputs/bandwidth/*/bandwidth.json"
-# Messages of 4 MB between two ranks do not fill an adapter; below this share there is a fault, or another network.
+# Messages of 4 MB between two ranks do not saturate an adapter; below this share, it is faulty or not used.
 SLOW_SHARE = 0.3
 
 
@@ -279,7 +279,7 @@ def _devices(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]], known: Site) 
 
 
 def _unseen(plan: LaunchPlan, rank: Mapping[str, Any], known: Site) -> Finding:
-    """Return the finding on ranks that see no device, although launch has counted some."""
+    """Return the finding about ranks that see no device, although launch has counted some."""
     counted = f"launch counted {plan.devices} on each node ({plan.job.reasons.get('devices', 'counted')})"
     if rank.get("hidden"):
         found = f"{rank['hidden']} hides the devices from the ranks: {counted}"

@@ -51,7 +51,7 @@ def site_files(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_file(wanted: str, env: Mapping[str, str]) -> str:
-    """Return the absolute path of the user's own file for a site, given by name or path; empty: it is not theirs."""
+    """Return the absolute path of the user's file for a site, given by name or path; empty: the file is wordrun's."""
     path = site_files(env).get(wanted, wanted)
     return os.path.abspath(path) if wanted and os.path.dirname(path) != OWN else ""
 

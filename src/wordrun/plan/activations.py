@@ -94,7 +94,7 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     mlp = _two_layers(cfg) if isinstance(cfg, ModernConfig) and cfg.mlp != "swiglu" else gated
     if isinstance(cfg, MoEConfig):
         mlp = _experts(cfg)
-    # What is added to the residual stream, if a norm needs it for its backward pass.
+    # The result that is added to the residual stream is saved only if a norm needs it for its backward pass.
     added = [SavedTensor(C, matmul=True, needed=cfg.post_norm), *(norm * cfg.post_norm)]
     windows = [SavedTensor(width)] if min(cfg.attention_spans()) < cfg.block_size else []
     return [
@@ -105,7 +105,7 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
         *(SavedTensor(each) for each in (width, shared)),  # q, k after rotation
         SavedTensor(shared, matmul=True),  # v
         SavedTensor(width, matmul=True),  # attention output, for its projection
-        *windows,  # before they are joined
+        *windows,  # outputs of the windows, before they are joined
         *added,  # the projection
         SavedTensor(C, dtype="stream"),  # residual stream between attention and MLP, for the norm
         *norm,
@@ -230,7 +230,7 @@ def kept_logits(model: ModelShapes, strategy: Strategy, tokens: float) -> float:
 
 
 def logits_memory(model: ModelShapes, strategy: Strategy, tokens: float) -> float:
-    """Return the bytes of the logits of ``tokens`` on a rank of the last stage, and of what the loss makes of them."""
+    """Return the bytes of the logits of ``tokens`` on a rank of the last stage, and of the tensors of their loss."""
     count, sharded = tokens * model.vocab_size / strategy.layout.tp, strategy.layout.tp > 1
     softcap = getattr(model.cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
     if not _in_chunks(model, strategy, tokens):

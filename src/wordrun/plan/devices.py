@@ -27,7 +27,7 @@ class Device:
     """Whether train.float8 works on it."""
 
 
-# FLOP/s are from the vendors' data sheets; memory is as shown by the vendors' tools with error correction on, which is
+# FLOP/s are from the vendors' data sheets. Memory is as shown by the vendors' tools with error correction on, which is
 # less than the data sheets' round figures. `find` takes the first match, so longer names precede their substrings.
 DEVICES = (
     Device("B200", 2250e12, 75e12, 8, {"b200": 178.3}, float8=True),

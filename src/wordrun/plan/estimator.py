@@ -25,7 +25,7 @@ WITHIN_NODES, LIKE_ZERO_2, LIKE_ZERO_3 = "FSDP within nodes", "FSDP like ZeRO-2"
 OFFLOADED = "FSDP, offload"
 TP_OVER_FSDP = "TP over FSDP"
 DIVIDED = "FSDP, cp"
-"""Name of the strategy that divides sequences, which is tried if nothing fits without dividing sequences or layers."""
+"""Name of the context-parallel strategy, which is tried if nothing fits that keeps sequences and layers whole."""
 NO_LAYOUT = "no layout suits the model and the number of devices"
 SHOWN_LAYOUTS = 3
 """Number of 3D layouts in the table."""
@@ -37,7 +37,7 @@ class Estimate:
 
     strategy: Strategy
     memory: dict[str, Memory]
-    """Memory by train.activation_checkpointing, from the configured value to the one that saves most."""
+    """Memory by value of train.activation_checkpointing, from the configured one to the one that saves most."""
     fits: str | None
     """The first kind of checkpointing with which the strategy fits."""
 

@@ -80,7 +80,7 @@ def memory(model: ModelShapes, strategy: Strategy, checkpointing: str, pp_rank: 
 
     def of(rank: int) -> Memory:
         need, sent = memory_of_rank(strategy.backend, model, strategy, checkpointing, rank), 0.0
-        with contextlib.suppress(NoEstimateError):  # a backend of the user's own
+        with contextlib.suppress(NoEstimateError):  # a user's backend
             sent = sum(each.sent for each in traffic(strategy.backend, model, strategy, rank))
         need = replace(need, gradients=need.gradients * share, optimizer=need.optimizer * share, sent=sent or need.sent)
         return _without_activations(need, strategy) if strategy.cfg.train.activation_offload else need

@@ -58,17 +58,17 @@ class Fit:
         return self._need(self.cfg, self.layout)
 
     def may_fit(self, room: Room) -> bool:
-        """Return whether the run could fit into ``room`` if the estimate is as much too high as it can be."""
+        """Return whether the run could fit into ``room``: whether it fits if the estimate is too high by TOLERANCE."""
         # Compiled blocks save fewer activations; how many is unknown.
         need = replace(self.need, activations=0.0, block=0.0) if self.cfg.train.compile is True else self.need
         return room.scaled(TOLERANCE).holds(need)
 
     def fits(self, room: Room) -> bool:
-        """Return whether the run fits into ``room`` even if the estimate is as much too low as it can be."""
+        """Return whether the run surely fits into ``room``: whether it fits if the estimate is too low by TOLERANCE."""
         return room.scaled(1 / TOLERANCE).holds(self.need)
 
     def remedies(self, room: Room) -> list[str]:
-        """Return sentences about changes with which the run fits into ``room``, even if estimates are too low."""
+        """Return sentences about changes with which the run surely fits into ``room``."""
         room = room.scaled(1 / TOLERANCE)
         size, found = self._largest_batch(room), []
         if 0 < size < self.cfg.model.batch_size:
@@ -161,7 +161,7 @@ class Fit:
             yield overrides, divided, at
 
     def _need(self, cfg: Config, at: Layout) -> Memory:
-        """Return the estimate; if the plan has none, what is certain."""
+        """Return the estimate; if the plan has none, a lower bound."""
         try:
             strategy = Strategy("", cfg, at, on_cpu=self.on_cpu)
             return memory(self.model, strategy, cfg.train.activation_checkpointing)
@@ -190,7 +190,7 @@ def gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a run needs, and what the ranks with least memory have."""
+    """What a run needs, and what the ranks with the least memory have."""
 
     fit: Fit
     room: Room
@@ -213,10 +213,10 @@ class Comparison:
         return f"this run needs about {needs} on each rank, and {has}"
 
     def refuse(self) -> None:
-        """Refuse the run if it cannot fit, unless train.check_memory is false.
+        """Stop the run if it cannot fit, unless train.check_memory is false.
 
         Raises:
-            ConfigError: it cannot; the message says what takes the memory, and what would fit.
+            ConfigError: it cannot fit; the message says what takes the memory, and what would fit.
         """
         if self.fit.cfg.train.check_memory and not self.fit.may_fit(self.room):
             off = "train.check_memory=false starts it anyway."
@@ -278,7 +278,7 @@ def within_budget(fit: Fit) -> Fit:
 def settings(cfg: Config) -> Iterator[str]:
     """Yield values of train.activation_checkpointing, each of which needs less memory and recomputes more.
 
-    Pipelines recompute the same in all blocks, or the stages would take different times.
+    Pipelines recompute the same in all blocks; otherwise stages would take different times.
     """
     blocks = range(1, cfg.transformer.n_layer)
     yield "none"

@@ -14,7 +14,7 @@ from wordrun.plan.devices import VARIANTS
 DEFAULT = "a100-40"
 """The device to plan for, unless one is named."""
 CPU = "cpu"
-"""The kind of device whose memory is that of its node, and shared by all ranks there."""
+"""The kind of device whose memory is its node's, shared by all ranks there."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Hardware:
     devices: int
     per_node: int
     memory: float
-    """GiB per device; on CPUs, each rank's part of its node's."""
+    """GiB per device; on CPUs, each rank's share of its node's memory."""
     reserve: float
     host_memory: float | None
     """GiB per node."""
@@ -56,7 +56,7 @@ class Hardware:
     float8: bool
     """Whether train.float8 works on the devices, as far as is known."""
     assumed: str = ""
-    """What neither the options nor a site say: the kind of the devices (device), or a node's memory (memory)."""
+    """What is assumed, because neither the options nor a site say it: "device" (the kind), or "memory" (a node's)."""
 
     @property
     def usable(self) -> float:
@@ -120,7 +120,7 @@ def ranks_for_launch(options: PlanConfig, target: Hardware) -> list[str]:
     At a site, where the job says how many ranks a node gets, the number of nodes is enough.
     """
     site = _site(options.site) if options.site else None
-    if target.devices % target.per_node:  # launch fills the nodes in order, and the last one in part
+    if target.devices % target.per_node:  # launch fills the nodes in order, and the last one partly
         return ["-n", str(target.devices)]
     if site and not site.count_devices and (site.ranks_per_node or site.devices) == target.per_node:
         return ["-N", str(target.nodes)]

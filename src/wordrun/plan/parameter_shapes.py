@@ -43,7 +43,8 @@ class ParameterShape:
     def numel(self, tp: int = 1, shard: int = 1, ep: int = 1) -> int:
         """Return the number of elements in the first rank's shard, the largest: torch shards by whole rows.
 
-        Experts are divided among ``ep`` of the ``shard`` ranks first, also where parameters are gathered (``shard=1``).
+        Experts are first divided among ``ep`` of the ``shard`` ranks, and stay so where parameters are gathered
+        (``shard=1``).
         """
         shape = list(self.shape)
         if self.expert:
@@ -74,7 +75,7 @@ class ModelShapes:
     tied: list[ParameterShape]
     """Parameters in ``last`` that are tied to ``first`` if both are in the same stage."""
     values: list[ParameterShape] = field(default_factory=list)
-    """Outside the blocks, for each block that has a value embedding."""
+    """Outside the blocks: the value embeddings, one for each block that has one."""
 
     def outside_blocks(self, layers: Sequence[int]) -> list[ParameterShape]:
         """Return the parameters outside the blocks, for a stage that holds the blocks ``layers``."""
@@ -117,7 +118,7 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1, *, split: bo
         cfg: the model's options.
         vocab_size: size of the vocabulary, if ``cfg`` does not set it.
         multiple: pad the vocabulary to a multiple of this.
-        split: whether tensor-parallel dimensions matter; torch's module that describes them takes a second to import.
+        split: whether tensor-parallel dimensions are needed; importing the torch module for them takes a second.
 
     Raises:
         NoEstimateError: it is not a transformer.
@@ -146,7 +147,7 @@ def needs_torch(cfg: ModelConfig) -> bool:
 def known_shapes(cfg: TransformerConfig, V: int) -> ModelShapes:
     """Return the parameters of the model in ``cfg`` with ``V`` rows in its embedding, without LoRA, by arithmetic.
 
-    A test compares them with the model's own.
+    A test compares them with the parameters of the model itself.
     """
     raise NoEstimateError(f"no estimate for model={cfg.name}")
 

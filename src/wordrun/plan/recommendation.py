@@ -102,19 +102,19 @@ def advise(estimator: Estimator, rows: Sequence[Estimate | Unavailable]) -> Advi
 
 
 def _shards(backend: BackendConfig, *, offloads: bool) -> bool:
-    """Return whether ``backend`` divides at least gradients and optimizer state, and whether it offloads as asked."""
+    """Return whether ``backend`` shards at least gradients and optimizer state, and offloads if and only if asked."""
     return {"gradients", "optimizer"}.issubset(backend.sharded_states) and backend.offloads == offloads
 
 
 def _recomputing(kind: str) -> str:
-    """Return that the model fits with the activation checkpointing ``kind``, and what that costs."""
+    """Return a sentence: the model fits with the activation checkpointing ``kind``, and what that costs."""
     full = "repeats the forward pass, a third more operations"
     cost = "recomputes all but the matrix products" if kind == "selective" else full
     return f"It fits with train.activation_checkpointing={kind}, which {cost}."
 
 
 def _device(hardware: Hardware) -> str:
-    """Return where the model should fit, with its memory."""
+    """Return a phrase for where the model should fit, with the memory there."""
     free = f" with {hardware.reserve:.0%} left free" if hardware.reserve else ""
     if hardware.on_cpu:
         return f"into the {hardware.memory:.4g} GiB of one rank{free}"

@@ -32,7 +32,7 @@ LAST = SENT, BUBBLE = ("sent/step", "bubble (2 stages)")
 """Columns after ``fits``."""
 IN_BYTES = (*SIZES, SENT)
 LEFT_OUT_FIRST = ("buffers", "logits", BUBBLE, "full", "selective", "act none", "optim", "grad", "param", SENT)
-"""Columns that a narrow terminal does not get, the first one first."""
+"""Columns that are left out on a narrow terminal, in this order."""
 WIDEST = 1000
 """Characters, more than any table."""
 
@@ -138,7 +138,7 @@ def _machine(hardware: Hardware) -> str:
 
 def _run(estimator: Estimator) -> str:
     model, train = estimator.model, estimator.cfg.train
-    # Products keep their factors in bf16 and cast them each time; how much faster they are has not been measured.
+    # Float8 products keep their factors in bf16 and cast them each time; their speed-up has not been measured.
     float8 = f" (float8 products, {train.float8}: memory as in bf16)" if train.float8 != "none" else ""
     sequences = _several(estimator.cfg.model.batch_size, "sequence")
     return (

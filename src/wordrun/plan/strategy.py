@@ -58,7 +58,7 @@ class Strategy:
 
 
 def on_island(strategy: Strategy, inside: BackendConfig) -> Strategy:
-    """Return how each island of ``strategy`` trains, with the backend ``inside``."""
+    """Return the strategy of a single island of ``strategy``, with the backend ``inside``."""
     cfg = strategy.cfg
     train, optimizer = replace(cfg.train, global_batch_size=None), replace(cfg.optimizer, gas=strategy.gas)
     mine = replace(cfg, backend=inside, train=train, optimizer=optimizer)
@@ -66,7 +66,7 @@ def on_island(strategy: Strategy, inside: BackendConfig) -> Strategy:
 
 
 def registered(estimate: Callable[..., Any], options: BackendConfig) -> None:
-    """Have the module of ``options`` register its function for ``estimate``, a ``functools.singledispatch``.
+    """Import the module that registers the function for ``options`` with ``estimate``, a ``functools.singledispatch``.
 
     Raises:
         NoEstimateError: the plan does not cover this backend.

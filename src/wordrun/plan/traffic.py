@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step: by which operation, and to how many ranks.
+"""The traffic of a rank in an optimizer step: bytes sent, by operation and size of the group.
 
 To plan another backend, register a function for its config: ``traffic.register(MyConfig)``.
 """
@@ -21,7 +21,7 @@ Stages = Sequence[Sequence[int]]
 TENSOR_PASSES = 8
 """Messages of tensor parallelism in both passes of a block: as many all-gathers as reduce-scatters."""
 TENSOR_ENDS = 2
-"""The same for the embedding, and for the output layer."""
+"""Such messages of the embedding, and of the output layer."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _pipeline(options: PPConfig, model: ModelShapes, strategy: Strategy, pp_rank
 
 
 def messages(options: PPConfig, model: ModelShapes, strategy: Strategy, stages: Stages) -> tuple[int, float]:
-    """Return how many messages a pipeline's rank receives in a step, which is as many as it sends, and their size."""
+    """Return the number of messages that a pipeline's rank receives in a step (it sends as many), and their size."""
     parts = options.microbatches_of(strategy.cfg.model.batch_size, strategy.layout.pp)
     message = strategy.tokens / parts * model.cfg.n_embd * strategy.compute / strategy.layout.tp
     ends = sum((0 not in layers) + (model.cfg.n_layer - 1 not in layers) for layers in stages)
@@ -128,9 +128,9 @@ def _tensor(model: ModelShapes, strategy: Strategy, stages: Stages) -> list[Traf
 
 
 def _experts(model: ModelShapes, strategy: Strategy) -> list[Traffic]:
-    """Return what is sent so that tokens reach their experts and return, and their gradients do, if all get the same.
+    """Return what is sent to bring tokens to their experts and back, in both passes, if all experts get equally many.
 
-    A token goes to each of its experts by itself.
+    A token is sent separately to each of its experts.
     """
     at, cfg = strategy.layout, model.cfg
     if at.ep == 1 or not isinstance(cfg, MoEConfig):
@@ -140,7 +140,7 @@ def _experts(model: ModelShapes, strategy: Strategy) -> list[Traffic]:
 
 
 def context_traffic(model: ModelShapes, strategy: Strategy, stages: Stages | None = None) -> list[Traffic]:
-    """Return what is sent so that tokens attend to those of other context-parallel ranks; None: in all blocks.
+    """Return what is sent so that tokens attend to those of other context-parallel ranks; ``stages`` None: all blocks.
 
     With heads, queries, keys, values and results are exchanged, and in the backward pass their gradients. Otherwise
     keys and values reach all ranks in both passes, and their gradients return in fp32.

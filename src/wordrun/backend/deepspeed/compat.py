@@ -1,6 +1,6 @@
-"""Everything that touches DeepSpeed's private names or replaces them, and undoing that at the end of a run.
+"""Everything that uses or replaces private names of DeepSpeed, and what undoes it at the end of a run.
 
-Tried with DeepSpeed 0.19.8, with torch 2.8 and 2.13.
+Tested with DeepSpeed 0.19.8, torch 2.8 and 2.13.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ DEEPSPEED_STATE = {
 }
 """The classes in DeepSpeed's checkpoints, by module; they only hold data."""
 DATA_ONLY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
-"""The variables with which torch.load reads no code, whatever its arguments."""
+"""The variables that make torch.load read no code, whatever its arguments."""
 
 
 def quiet_deepspeed() -> None:
     """Stop DeepSpeed from compiling an optional op at startup and from warning at each step.
 
-    If the names are missing, it compiles a shared-memory all-reduce if it finds a compiler, which takes minutes once.
+    If a version lacks these names and finds a compiler, it compiles a shared-memory all-reduce, which takes minutes
+    once.
     """
     _replace("deepspeed.comm.torch", "build_shm_op", lambda: None)
     # torch 2.13 renamed two collectives; DeepSpeed uses the old names, which still work.
@@ -56,8 +57,8 @@ def is_op_build_error(error: Exception) -> bool:
 def restore_after_deepspeed(undo: contextlib.ExitStack, rank: int) -> None:
     """Quieten DeepSpeed's log, and make ``undo`` revert the engine's global changes.
 
-    These are torch's ``F.linear`` and DeepSpeed's process group handles. If a version lacks the handles, a second run
-    in the same process may fail; the first does not need them.
+    The changes are to torch's ``F.linear`` and DeepSpeed's process group handles. If a version lacks the handles, a
+    second run in the same process may fail; the first does not need them.
     """
     logger = logging.getLogger("DeepSpeed")
     undo.callback(logger.setLevel, logger.level)
@@ -113,7 +114,7 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _enum_member(kind: Any, name: str) -> enum.Enum:
-    """Stand for ``getattr``, with which pickles of Python 3.11.0 to 3.11.3 refer to a member of an enum."""
+    """Take the place of ``getattr``, with which pickles of Python 3.11.0 to 3.11.3 refer to a member of an enum."""
     if not isinstance(kind, enum.EnumMeta):
         raise pickle.UnpicklingError(f"GLOBAL getattr of {kind!r}")
     member: enum.Enum = kind[name]

@@ -68,7 +68,7 @@ class DeepSpeedBackend:
             undo.callback(self.engine.destroy)
             self.undo = undo.pop_all()
         self.parts: list[Model] = [model]
-        self.scaler = None  # the engine's raises an error if its smallest scale overflows
+        self.scaler = None  # the engine's own scaler raises an error if its smallest scale overflows
         self.optimizer = self.engine.optimizer
         # Without ZeRO or a loss scaler around the optimizer, the engine does not report the gradient norm.
         self.norm_is_ours = self.optimizer is optimizer
@@ -99,9 +99,9 @@ class DeepSpeedBackend:
                 tensor.copy_(weights[name])
 
     def _make_optimizer(self, model: Model, shapes: Mapping[str, tuple[torch.Size, bool]]) -> torch.optim.Optimizer:
-        """Return the run's optimizer, built from stand-ins with full ``shapes``, which sharded parameters lack.
+        """Return the run's optimizer, built from stand-ins with full shapes, which sharded parameters lack.
 
-        The shapes come with whether the parameter is trained.
+        ``shapes`` has each parameter's full shape, and whether it is trained.
         """
         stand_ins = {
             name: nn.Parameter(torch.empty((), device=self.device).expand(shape), requires_grad=trained)
@@ -114,7 +114,7 @@ class DeepSpeedBackend:
         return optimizer
 
     def _cast(self, batch: Any) -> Any:
-        """Return ``batch`` in the precision of the weights, if it can do that; the engine does not use autocast."""
+        """Return ``batch`` in the precision of the weights, if it has ``cast``; the engine does not use autocast."""
         return batch.cast(self.dtype) if hasattr(batch, "cast") else batch
 
     def train_step(self, batches: Sequence[Any], learning_rate: float, clock: StepTimer) -> StepResult:

@@ -1,4 +1,4 @@
-"""What train.backend=deepspeed needs of memory and sends, for ``wordrun plan``."""
+"""The memory and the traffic of train.backend=deepspeed, for ``wordrun plan``."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class DeepSpeedConfig(BackendConfig):
 
     @classmethod
     def strategies(cls) -> dict[str, BackendConfig]:
-        """Return the stages, and those that can keep a part in host memory."""
+        """Return the ZeRO stages, with and without offloading."""
         return {
             **{f"DeepSpeed ZeRO-{stage}": cls(stage=stage) for stage in (1, 2, 3)},
             "DeepSpeed ZeRO-2, offload": cls(stage=2, offload_optimizer=True),

@@ -12,7 +12,7 @@ from wordrun.train.optim.options import OptimizerConfig
 from wordrun.train.options import DTYPES
 
 AUTO = "auto"
-"""In a file, stands for the value from the run's options or, if there is none, DeepSpeed's default."""
+"""In a ds_config file, stands for the value from the run's options or, without one, for DeepSpeed's default."""
 REFUSED = {
     "scheduler": "the learning rate follows optimizer.learning_rate, warmup_iters, min_lr and schedule",
     "tensor_parallel": "wordrun's own tensor parallelism is train.backend=TP",

@@ -49,7 +49,7 @@ class Islands(TorchBackend):
     """The layout of all ranks."""
 
     def begin(self, options: DilocoConfig, spec: BackendSpec, across: Any) -> None:
-        """Start from the initial weights; ``spec`` is that of all ranks."""
+        """Start from the initial weights; ``spec`` describes all ranks, not one island."""
         self.options_of_islands, self.across, self.all_ranks = options, across, spec.layout
         self.islands, self.island = spec.layout.islands, self.rank // self.layout.size
         self.steps, self.last = spec.step, spec.cfg.train.max_iters
@@ -57,7 +57,7 @@ class Islands(TorchBackend):
         self.outer = {name: tensor.detach().clone() for name, tensor in state.items()}
         trained = [name for name in state if name.removeprefix("model.") not in self.buffer_names]
         self.rates = dict.fromkeys(trained, options.outer_lr)
-        """Rate of the outer step, by weight; buffers are averaged."""
+        """Learning rate of the outer step, by weight; for buffers 1, so that they are averaged."""
         kept = trained if options.outer_momentum else []
         self.momentum = {name: torch.zeros_like(self.outer[name]) for name in kept}
         self.fragments = fragments(self.outer, options.fragments)
@@ -93,7 +93,7 @@ class Islands(TorchBackend):
         return result
 
     def _buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Divide ``names`` so that little memory is needed at once."""
+        """Divide ``names`` into buckets of about ``BUCKET`` elements, so that an exchange needs little memory."""
         some: list[str] = []
         for name in names:
             some.append(name)
@@ -154,7 +154,7 @@ class Islands(TorchBackend):
         return found
 
     def shards_to_write(self, weight_like: Mapping[str, Tensor]) -> shards.RankShards:
-        """Return what this rank writes: its part of the outer state, and of its island's own.
+        """Return what this rank writes: its part of the outer state and of its island's own state.
 
         The outer weights have the names of a model's weights, and the first island's optimizer state those of any
         optimizer, so that other backends and programs read them as usual.
@@ -176,11 +176,11 @@ class Islands(TorchBackend):
         return self.outer | {f"outer.{name.removeprefix('model.')}.momentum": m for name, m in self.momentum.items()}
 
     def stored(self, folder: Path, facts: dict[str, Any]) -> dict[str, StoredTensor]:
-        """Return the tensors of the checkpoint ``folder``: the island's own ones in place of the shared ones.
+        """Return the tensors of the checkpoint ``folder``, with the island's own in place of those of island 0.
 
-        The number of islands may have changed. Additional ones begin with the outer weights, and with the optimizer
-        state of the island with their number modulo the number of islands in the checkpoint. The others continue. What
-        a removed island has learned since the last exchange is lost.
+        The number of islands may have changed. Of N saved islands, island i continues from its own state if i < N.
+        Otherwise it starts from the outer weights and the optimizer state of island i modulo N. What a removed island
+        has learned since the last exchange is lost.
         """
         saved, found = facts.get("islands", 1), index.load(folder)
         if saved not in (1, self.islands):

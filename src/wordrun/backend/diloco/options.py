@@ -16,7 +16,8 @@ from wordrun.train.options import DTYPES
 
 @dataclass
 class DilocoConfig(BackendConfig):
-    """DiLoCo, for slow links: islands of ranks train alone, and exchange weights every backend.sync_every steps."""
+    """DiLoCo, for slow links: islands of ranks train independently and exchange weights every backend.sync_every
+    steps."""
 
     synchronous: ClassVar[bool] = False
     estimates: ClassVar[str] = "wordrun.backend.diloco.estimates"
@@ -84,7 +85,7 @@ class DilocoConfig(BackendConfig):
             yield "train.dtype=fp16 would scale losses differently on each island: use train.dtype=bf16 or fp32"
 
     def layout(self, ranks: int, per_node: int) -> Layout:
-        """Return the layout of ``ranks`` ranks; islands are its outermost copies."""
+        """Return the layout of ``ranks`` ranks; islands are the outermost part of its axis ``replicate``."""
         islands = self.count(ranks, per_node)
         each, inside = ranks // islands, self.inside()
         if each == 1 and inside.sharded:
@@ -132,7 +133,7 @@ class DilocoConfig(BackendConfig):
         return kind(**self.inner_options)
 
     def of_inner(self, problem: str) -> str:
-        """Return a message about the inner backend's options with the names that they have here."""
+        """Return a message about the inner backend's options, with their names in the options of DiLoCo."""
         return problem.replace("backend.", "backend.inner_options.")
 
     def count(self, ranks: int, per_node: int) -> int:

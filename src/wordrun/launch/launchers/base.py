@@ -42,7 +42,7 @@ class Launcher:
     why: str = ""
     """Why it was chosen."""
     note: str = ""
-    """What the user should know before it starts the ranks."""
+    """A note for the user, printed before the ranks start."""
 
     name: ClassVar[str]
     scheduler: ClassVar[str] = ""
@@ -50,7 +50,7 @@ class Launcher:
     anywhere: ClassVar[bool] = False
     """Whether it may be chosen on an unknown machine."""
     restarts_ranks: ClassVar[bool] = False
-    """Whether it restarts ranks itself, in a way of its own."""
+    """Whether it restarts failed ranks itself."""
     in_sites: ClassVar[bool] = True
     """Whether a site file may name it."""
     site_keys: ClassVar[tuple[str, ...]] = ()
@@ -60,7 +60,7 @@ class Launcher:
     version_texts: ClassVar[tuple[str, ...]] = ()
     """Parts of the output of ``mpiexec --version`` that identify it."""
     caveat: ClassVar[str] = ""
-    """What users have to know about ranks that it starts, for the message at the start."""
+    """A restriction of ranks that it starts, for the message at the start."""
     remedy: ClassVar[str] = ""
     """How to install or load one."""
     mpi_remedy: ClassVar[str] = "for MPI programs, --launcher hydra or openmpi"
@@ -88,7 +88,7 @@ class Launcher:
     killed: ClassVar[str] = ""
     """Regular expression for its line about a process killed by SIGKILL, if its exit status may not say so."""
     killed_status: ClassVar[int] = 128 + signal.SIGKILL
-    """Its exit status if SIGKILL killed a rank, and the shell that would have reported it."""
+    """Its exit status if SIGKILL killed a rank together with the shell that would have reported it."""
     aborted: ClassVar[str] = ""
     """Regular expression for the line in which its MPI says which rank has called MPI_Abort."""
     interface_variables: ClassVar[tuple[str, ...]] = ()
@@ -96,7 +96,7 @@ class Launcher:
     direct: ClassVar[tuple[signal.Signals, ...]] = ()
     """Signals that launch itself sends to the ranks: the launcher would not forward them, or would kill the ranks."""
     may_die_of_input: ClassVar[bool] = False
-    """Whether SIGPIPE kills it if it forwards its input, or the end of it, when the ranks have just ended."""
+    """Whether SIGPIPE may kill it if it forwards stdin, or its end, to ranks that have just ended."""
     carries_stdin: ClassVar[bool] = True
     """Whether its stdin reaches rank 0 whole, also on another host."""
     death_signal: ClassVar[signal.Signals] = signal.SIGKILL
@@ -137,7 +137,7 @@ class Launcher:
 
     def variables(self, request: Request) -> Mapping[str, tuple[str, str]]:
         """Return the variables that this launcher needs, with their reasons."""
-        why = "here it is reported how each rank ends"
+        why = "each rank's exit status is reported here"
         return {"WORDRUN_LAUNCHER_PATH": (self.path, ""), "WORDRUN_STATUS_DIR": (request.decided.status_dir, why)}
 
     def hosts_text(self, request: Request) -> str:

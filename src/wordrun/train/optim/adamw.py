@@ -16,10 +16,10 @@ from wordrun.train.optim.weight_decay import decay_groups
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, whose step computes with this rank's shards of parameters, gradients and means.
+    """torch's AdamW, but its step computes with this rank's local shards of parameters, gradients and means.
 
-    The results are the same to the bit. For sharded tensors, torch works out for each operation how the result is
-    sharded, which takes longer than the step of a small shard.
+    The results are bitwise identical. With DTensors, torch derives the sharding of each operation's result, which takes
+    longer than the step of a small shard.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], fused: bool) -> None:
@@ -62,7 +62,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def sharded_as(parameter: Tensor, gradient: Any) -> Any:
-    """Return the ``gradient`` of ``parameter`` sharded like it; one that is still to be summed over ranks is summed."""
+    """Return the ``gradient`` of ``parameter``, sharded like it; partial sums are summed over ranks."""
     if (
         torch_private.is_sharded(parameter)
         and torch_private.is_sharded(gradient)

@@ -27,7 +27,7 @@ class MatrixGroup(NamedTuple):
     items: list[int]
     """Indices of the matrices among those with a gradient."""
     rows: list[Rows]
-    """How each is divided into matrices."""
+    """How the rows of each are divided into matrices."""
     assignment: Assignment
 
 
@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             if bucket + 1 < len(assignment.routes):
                 gathering = assignment.to_owners(bucket + 1, directions)
             under_way.append(assignment.from_owners(bucket, self._orthogonal(complete, rows)))
-            if bucket:  # this bucket's results are in transit meanwhile
+            if bucket:  # meanwhile, the results of the current bucket are in transit
                 self._update(matrices, parameters, under_way.pop(0)())
         self._update(matrices, parameters, under_way.pop()())
 
@@ -196,7 +196,7 @@ def rows_for(split: str, rows: Rows) -> Rows:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the iterations: on CPUs, bf16 products are slow, even more so without instructions."""
+    """Return the dtype of the iterations: with auto fp32 on CPUs, where bf16 products are slow."""
     fast = device.type != "cpu" if precision == "auto" else precision == "bf16"
     return torch.bfloat16 if fast else torch.float32
 
@@ -206,7 +206,7 @@ Iteration = tuple[float, float, float]
 
 
 def orthogonalized(matrices: Sequence[Tensor], iterations: Sequence[Iteration]) -> list[Tensor]:
-    """Return approximately U V' for each matrix U S V'; matrices of one shape, or its transpose, in one computation.
+    """Return approximately U V' for each matrix U S V'. Matrices of equal shape, up to transposition, are batched.
 
     Args:
         matrices: each (n, m); their dtype is that of the computation.
@@ -235,7 +235,7 @@ def newton_schulz(x: Tensor, iterations: Sequence[Iteration]) -> Tensor:
 
 
 def _by_gram(x: Tensor, iterations: Sequence[Iteration]) -> Tensor:
-    """Return what ``newton_schulz`` does in half the time: all but two of its products are of n x n matrices.
+    """Return the same as ``newton_schulz`` in half the time: all but two of the products are of n x n matrices.
 
     Each iteration multiplies X by a polynomial P of X X'. P commutes with X X', which becomes P X X' P. The squares in
     X X' cost half the digits of small singular values, which fp32 can spare and bf16 cannot.
@@ -264,6 +264,6 @@ def joined(matrices: Tensor, rows: Rows, shape: torch.Size) -> Tensor:
 
 
 def cost(shape: Sequence[int], rows: Rows) -> float:
-    """Return the operations of an iteration for a parameter of this ``shape``, which divides by ``rows``."""
+    """Return the number of operations of an iteration for a parameter of this ``shape``, divided by ``rows``."""
     n, m = sorted((shape[0] // rows.kinds, math.prod(shape[1:])))
     return rows.kinds * (4.0 * n * n * m + 2.0 * n**3)

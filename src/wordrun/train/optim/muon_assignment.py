@@ -40,7 +40,7 @@ class Route:
         transfers: what this rank sends and receives.
         rank: this rank in the group.
         ranks: size of the group.
-        is_silent: no rank sends anything to another one.
+        is_silent: whether no rank sends anything to another one.
     """
 
     def __init__(self, transfers: Sequence[Transfer], rank: int, ranks: int, *, is_silent: bool) -> None:
@@ -50,7 +50,7 @@ class Route:
         self.leaving = sorted((each for each in sent if each.source == rank), key=lambda each: each.target)
         self.arriving = sorted((each for each in sent if each.target == rank), key=lambda each: each.source)
         self.sent, self.received = [0] * ranks, [0] * ranks
-        """Elements for each rank, and from each."""
+        """Number of elements to send to each rank, and to receive from each."""
         for each in self.leaving:
             self.sent[each.target] += each.box.numel
         for each in self.arriving:

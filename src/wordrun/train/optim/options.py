@@ -54,7 +54,7 @@ class OptimizerConfig(Section):
         memory cannot be planned.
 
         Args:
-            hidden: of the hidden matrices, which Muon steps; False: of all other parameters.
+            hidden: for the hidden matrices, which Muon steps; False: for all other parameters.
         """
         return None
 
@@ -106,7 +106,7 @@ class SGDConfig(OptimizerConfig):
 
 @dataclass
 class LionConfig(OptimizerConfig):
-    """Lion: each step has the sign of a mean of the gradients, and so the same size for all parameters."""
+    """Lion: steps by the sign of a mean of the gradients, so that all weights change by the same amount."""
 
     name: str = "lion"
     """Name of the optimizer; set by optimizer=NAME."""
@@ -163,11 +163,11 @@ class MuonConfig(OptimizerConfig):
     precision: str = "auto"
     """Precision of the Newton-Schulz iterations: fp32, bf16, or auto (bf16 on accelerators, fp32 on CPUs)."""
     split: str = "qkv"
-    """What is orthogonalized where a matrix holds several: qkv (queries, keys and values separately), heads (also each
-    head) or none (the matrix as it is stored)."""
+    """How fused matrices are divided before they are orthogonalized: qkv (queries, keys and values separately), heads
+    (also each head) or none (the matrix as it is stored)."""
     scale: str = "adamw"
-    """Factor of the steps of a matrix of n rows and m columns: adamw (0.2 sqrt(max(n, m)), as large as AdamW's typical
-    steps, so that its learning rates can be kept) or spectral (sqrt(max(1, n / m)), for learning rates about 0.02)."""
+    """Factor of the steps of an n x m matrix: adamw (0.2 sqrt(max(n, m)): steps as large as AdamW's typical ones, so
+    AdamW's learning rates can be kept) or spectral (sqrt(max(1, n / m)), for learning rates of about 0.02)."""
     cautious: bool = False
     """Decay only those weights of hidden matrices that the step moves towards 0."""
 
