@@ -54,7 +54,7 @@ class TextConfig(DataConfig):
     offline: str = "error"
     """What to do if the download fails: error, or sample (train on the built-in text and show a warning)."""
     strict: bool = False
-    """Refuse files that cannot be used and rows without text, instead of leaving them out with a warning."""
+    """Stop if a file cannot be used or a row has no text; false: leave these out with a warning."""
     text_key: str = "text"
     """Field or column that contains the text of a row."""
     prompt_key: str = "prompt"

@@ -55,7 +55,7 @@ def tokenizer_json(ours: Mapping[str, Any]) -> tuple[Json, int | None]:
 
 
 def chat_template(parts: Sequence[tuple[str, str]], end: str) -> str:
-    """Return the Jinja template with which transformers writes messages as pairs of ``data.template`` are written.
+    """Return a Jinja chat template, with which transformers formats messages like the pairs in ``data.template``.
 
     Args:
         parts: of data.template: texts, each with the name of the field after it. A user's message may have fields

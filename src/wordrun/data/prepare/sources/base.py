@@ -51,7 +51,7 @@ class Document:
     begins: bool = True
     """Whether this is the beginning of the text."""
     answers: bool = False
-    """Whether it is the answer to the prompt before it, which is predicted."""
+    """Whether it is an answer, which is predicted; the document before it is the prompt."""
     fault: tuple[str, str] | None = None
     """Of a row that has no text: the reason, by which such rows are counted, and a message that names the row."""
 
