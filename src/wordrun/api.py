@@ -30,7 +30,7 @@ def load(
         run: a run directory, or a checkpoint in one.
         checkpoint: latest, best, or a number of steps.
         weights: model, or ema for the averaged weights of a run with hooks=[ema].
-        device: of the model.
+        device: device of the model.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_mark() -> None:
-    """Tell ``launch`` that its command has started wordrun, as it cannot see where the command is a script's name."""
+    """Tell ``launch`` that its command runs wordrun, which it cannot see if the command is the name of a script."""
     if (folder := os.environ.get("WORDRUN_STATUS_DIR")) and os.environ.get("RANK") == "0":
         with contextlib.suppress(OSError):
             Path(folder, MARK).touch()

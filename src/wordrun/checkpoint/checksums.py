@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files. Nothing here needs torch.
 
-A file of shards has its checksums in its header, so that no other file has to list them: the metadata contain the
-CRC-32 of each tensor's bytes, and the CRC-32 of the header, computed with zeros in its place. The manifest has the
+A file of shards has its checksums in its header, so that no other file has to list them. The header's metadata contain
+the CRC-32 of each tensor's bytes, and that of the header itself, computed with zeros in its place. The manifest has the
 checksums of all other files.
 """
 
@@ -47,7 +47,7 @@ def seal(path: Path) -> None:
 
 
 def problem(path: Path, *, content: bool = True) -> str:
-    """Return what is wrong with a file that has been sealed, or an empty string.
+    """Return what is wrong with a sealed file, or an empty string.
 
     Args:
         path: the file.

@@ -1,7 +1,7 @@
 """A run's checkpoints as folders, such as ``checkpoints/step-00000100``.
 
-Nothing here needs torch. Files are written to a hidden temporary folder, the manifest with sizes and checksums of all
-others last; then the folder is renamed, so that an interrupted save is never mistaken for a checkpoint.
+Nothing here needs torch. Files are written to a hidden temporary folder. The manifest, with the sizes and checksums of
+all others, comes last. Then the folder is renamed, so that an interrupted save is never mistaken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def _crc(manifest: Mapping[str, Any]) -> int:
 
 
 def tidy(newest: Folder, keep: int, *, best: bool) -> list[str]:
-    """Point the links at the checkpoint ``newest``, and remove all but the last ``keep`` before it and the best one.
+    """Point the links at the checkpoint ``newest``, and remove all others except the last ``keep`` and the best one.
 
-    Checkpoints after ``newest`` are damaged or predate a rollback.
+    Checkpoints of later steps are removed, too: they are damaged or were written before a rollback.
 
     Args:
         newest: a complete checkpoint of the run.
@@ -228,7 +228,7 @@ def tidy(newest: Folder, keep: int, *, best: bool) -> list[str]:
         best: whether it is the best one so far.
 
     Returns:
-        What could not be done, or was not as it should be.
+        Messages about what could not be done, or was unexpected.
     """
     run_dir, problems = newest.path.parent.parent, []
     for name in ("latest", "best")[: 1 + best]:

@@ -1,7 +1,7 @@
 """The index of a checkpoint: shape and type of each tensor, and where its shards are.
 
-A tensor's shards follow from a few numbers (``Sharding``), so that the index does not grow with the number of ranks.
-Indexes of format 3 and before list every shard.
+A few numbers (``Sharding``) determine all shards of a tensor, so that the index does not grow with the number of ranks.
+Indexes of formats up to 3 list every shard.
 
 Checkpoints come from anywhere, so an index is checked in full before it is used: a wrong one leads to an error, never
 to a large allocation or to a file outside the checkpoint.
@@ -43,7 +43,7 @@ class StoredShard:
     """Where the shard begins in the full tensor."""
     shape: tuple[int, ...]
     span: tuple[int, ...] = ()
-    """In the format of torch: offset and length of the shard in the file, in bytes."""
+    """In torch's format: offset and length of the shard in the file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Divided:
     """The shards of a tensor that the ranks have divided by a ``Sharding``."""
 
     sharding: Sharding
-    """Of the tensor including padding, which is not stored."""
+    """The sharding of the tensor including padding, which is not stored."""
     first: int
     """The rank whose file contains the first shard."""
 
@@ -69,7 +69,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Listed:
-    """Shards of any shape, one by one, as indexes of format 3 and before have them."""
+    """Shards of any shape, listed one by one, as in indexes of formats up to 3."""
 
     shards: Sequence[StoredShard]
 
@@ -87,7 +87,7 @@ class StoredTensor:
     division: Divided | Listed
     folder: Path = field(default=Path(), compare=False)
     key: str = field(default="", compare=False)
-    """Its name in the files; empty: the one under which it is asked for."""
+    """Its name in the files; empty: the same as in the index."""
 
     @property
     def shards(self) -> list[StoredShard]:
@@ -184,8 +184,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
 def _tile(shards: Sequence[StoredShard], shape: tuple[int, ...]) -> bool:
     """Return whether ``shards`` cover ``shape`` without gaps or overlaps, in time linear in their number.
 
-    If the corners of a box alternate in sign, those of adjacent boxes cancel. What is left are the corners of ``shape``
-    if, and only if, the boxes cover each of its points once.
+    The corners of each box get alternating signs, so that those of adjacent boxes cancel. Exactly if the boxes cover
+    each point of ``shape`` once, only the corners of ``shape`` remain.
     """
     cut = [axis for axis, size in enumerate(shape) if any(shard.shape[axis] != size for shard in shards)]
     if len(cut) > MAX_CUTS:

@@ -38,7 +38,7 @@ class Saved:
     folder: Path
     step: int
     config: Config
-    """Of the model without LoRA's adapters, which ``weights`` include."""
+    """The config, with the model's options as without LoRA: ``weights`` have the adapters merged in."""
     tokenizer_json: str
     """Empty if the data are not text."""
     vocab_size: int
@@ -157,14 +157,14 @@ class Saved:
         model, kind = self.meta_model(), {True: dtype, False: None}
         found = self.weights(which).items()
         state = {name: value.to(device, kind[value.is_floating_point()]) for name, value in found}
-        model.load_state_dict(state, assign=True, strict=False)  # shared weights have one name there
+        model.load_state_dict(state, assign=True, strict=False)  # checkpoints have one name for shared weights
         model.fill_buffers(device)
         model.tie()
         return model.eval()
 
     @property
     def _format(self) -> Part | None:
-        """The backend that wrote the weights in a format of its own; None: they are in wordrun's."""
+        """The backend that wrote the weights in its own format; None: they are in wordrun's."""
         return parts("backend").get(self.manifest["backend"]["kind"])
 
 

@@ -1,4 +1,4 @@
-"""How a tensor is divided into boxes, in closed form: a few numbers say which rank holds which part.
+"""How a tensor is divided into boxes: a few numbers determine which rank holds which part.
 
 Nothing here needs torch or another rank, and the cost does not depend on the number of ranks.
 """

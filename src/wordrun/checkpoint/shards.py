@@ -1,9 +1,9 @@
 """Writes and reads each rank's shards of the training state.
 
 Tensors have the same names in every layout of ranks, and shards record their offsets, so that a checkpoint of any
-layout can be read into any other. What a rank writes and reads follows from the layout and the names: no rank asks
-another. Each writes one safetensors file with checksums in its header, then rank 0 the index, which contains how each
-tensor is divided: it gets that from one file for each stage of the pipeline.
+layout can be read into any other. The layout and the names determine what a rank writes and reads, without
+communication. Each rank writes one safetensors file with checksums in its header. Then rank 0 writes the index, which
+describes how each tensor is divided; it reads this from one file of each pipeline stage.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def to_write(
         if writer == held:
             at = sharding.box(rank).within(shard.shape)
             assert shard.data.shape == at.shape, f"{name} is divided differently: {shard.data.shape}, not {at.shape}"
-            # Where there are more ranks than rows, some have none.
+            # If there are more ranks than rows, some ranks have none.
             if shard.data.numel() or not tensor.numel():
                 assert shard.offset == at.offset, f"{name} is divided differently: {shard.offset}, not {at.offset}"
                 share.shards.append(shard)
@@ -209,7 +209,7 @@ def write_index(folder: Path, firsts: Iterable[int] = (0,)) -> list[str]:
             described = json.loads(file.metadata()["tensors"])
         found = described | found  # stages may have the same buffer
     files.write(folder / INDEX, json.dumps(found))
-    index.load(folder)  # what could not be read is not published
+    index.load(folder)  # an index that cannot be read is not published
     return [INDEX]
 
 

@@ -1,7 +1,7 @@
 """Reads the files of ``torch.distributed.checkpoint``, which checkpoints of formats 1 and 2 consist of.
 
-Their index is a pickle. It is read with the few names that torch writes, each standing for a plain record here, so it
-cannot run any code. Each tensor is a zip archive of a pickle and the tensor's bytes, of which only the bytes are read.
+Their index is a pickle. The unpickler knows only the few names that torch writes, and replaces each by a plain record,
+so that no code can run. Each tensor is a zip archive of a pickle and the tensor's bytes; only the bytes are read.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def memory(root: str = "/") -> int | None:
             os.path.join(group, "memory.current" if name == "memory.max" else "memory.usage_in_bytes")
         ).strip()
         if limit.isdigit() and used.isdigit():
-            # The kernel reclaims its copies of files, including those that were read more than once (active).
+            # Cached files count as free: the kernel reclaims them, including those read more than once (active).
             statistics = dict(
                 re.findall(r"^(?:total_)?(\w+_file) (\d+)$", read_proc(f"{group}/memory.stat"), re.MULTILINE)
             )

@@ -17,7 +17,7 @@ REQUEUE = 75
 MARK = "wordrun"
 """File that wordrun's commands leave in WORDRUN_STATUS_DIR, so that launch knows that its command runs wordrun."""
 SHOWN = 4
-"""Lines of a part that are shown on the screen when it fails."""
+"""Number of lines of a part's code that are shown on the screen when the part fails."""
 SHOWN_RANGES = 8
 """A message names this many ranges of ranks."""
 
@@ -27,7 +27,7 @@ class UserError(Exception):
 
     exit_status = 1
     page = ""
-    """The section of docs/ that says more, such as ``launch.md#sites``; empty: the message says it all."""
+    """The section of docs/ with more details, such as ``launch.md#sites``; empty: there are none."""
 
     def __init__(self, message: object = "", *, page: str = "", cause: BaseException | None = None) -> None:
         """Create an error with this ``message``.

@@ -28,7 +28,7 @@ def unfinished() -> Iterator[None]:
     try:
         if os.path.isabs(path):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    except OSError:  # another block has made it, or nobody can
+    except OSError:  # an enclosing block has made the file, or it cannot be made
         path = ""
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def why(error: OSError) -> str:
-    """Return what went wrong with a file, for people to read."""
+    """Return what went wrong with a file, as text."""
     text = error.strerror or str(error)
     return f"{text} (the disk, or your quota of it, is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else text
 
@@ -31,7 +31,7 @@ def read_proc(path: str) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in ``file``; empty if there is none that can be read."""
     try:
-        # As bytes, which may be UTF-16 or begin with a mark. Reading a pipe would never end.
+        # json.loads detects the encoding of bytes (UTF-16, byte order marks). Reading a pipe would never end.
         content = json.loads(file.read_bytes()) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}

@@ -17,11 +17,11 @@ from functools import partial
 
 # A connection has to say who it is in one line of at most this many bytes, within this long [s].
 LONGEST_LINE, PATIENCE_S = 1024, 10.0
-# Limits for connections that have not said yet who they are: MOST of them, and the fraction FILES of the files that
-# this process may open. One more closes the oldest. A call accepts at most the fraction AT_ONCE of the limit, so that a
-# connection that sends its line at once is read before others can displace it.
+# Connections that have not yet said who they are: at most MOST, and at most the fraction FILES of the files that this
+# process may open. One more closes the oldest. A call accepts at most the fraction AT_ONCE of this limit, so that
+# a connection that sends its line immediately is read before others can displace it.
 MOST, FILES, AT_ONCE = 128, 1 / 8, 1 / 4
-# For all ranks of a large job at the same moment; the kernel limits it further (net.core.somaxconn).
+# Enough for all ranks of a large job at once; the kernel may limit it further (net.core.somaxconn).
 BACKLOG = 4096
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Nothing can be accepted for lack of memory or file descriptors."""

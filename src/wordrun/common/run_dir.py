@@ -1,4 +1,4 @@
-"""A run directory: the names of its files, which folders are one, whether a process uses it, and its checkpoints."""
+"""Run directories: the names of their files, how to recognize one, whether a process uses it, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_use(path: Path) -> bool:
 
 
 def gone(run_dir: Path) -> str:
-    """Return a message if the directory of the present run was removed or cannot be reached; empty: it is there."""
+    """Return a message if the current run's directory was removed or cannot be reached; empty: it is there."""
     reason = ""
     for name in (".lock", RECORD, METRICS):  # a user may remove one of them
         try:

@@ -12,7 +12,7 @@ def new_run_id() -> str:
 
 
 def _of_array(env: Mapping[str, str]) -> str:
-    """Return -JOB_INDEX for a member of a job array, of which thousands may start in the same second; else nothing."""
+    """Return -JOB_INDEX for a member of a job array, since thousands may start in the same second; else nothing."""
     for job, index in (("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), ("PBS_JOBID", "PBS_ARRAY_INDEX")):
         number = re.match(r"\d+", env.get(job, ""))
         if number and env.get(index, "").isdecimal():

@@ -1,4 +1,4 @@
-"""Which values are secrets, and are hidden in records and messages."""
+"""Tells which values are secrets, to be hidden in records and messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 # Matches KEY in API_KEY and apikey2, but not TOKEN in tokenizer and TOKENIZERS_PARALLELISM.
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
-# wordrun's own options that only look like secrets: a line with asterisks could not be pasted.
+# wordrun's own options that only look like secrets; if they were hidden, the printed command could not be pasted.
 OPEN = ("train.sample_tokens", "data.text_key")
 HIDDEN = "***"
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command starts: there is nothing to save yet, and a traceback from an import is noise."""
+"""Handles Ctrl-C while a command starts: nothing needs to be saved yet, and a traceback from an import is noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EndAtOnce:
         self._ending = threading.Lock()
         self._taken_at = float("-inf")
         """When another handler took a SIGINT, by the monotonic clock [s]."""
-        # Python calls handlers between two of its own instructions, a thread reacts in the midst of C code as well.
+        # Python calls handlers only between two Python instructions; a thread also reacts while C code runs.
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -43,7 +43,7 @@ class EndAtOnce:
             return
         message, clean_up = self._endings[-1]
         clean_up()
-        # launch has its own line.
+        # launch prints its own line.
         if "WORDRUN_LAUNCH_ID" not in os.environ and all(os.environ.get(name, "0") == "0" for name in RANKS):
             os.write(2, f"{message}\n".encode())
         os._exit(STATUS)
@@ -88,7 +88,7 @@ def _installed() -> EndAtOnce | None:
 def end_at_once(message: str = "interrupted; nothing to save") -> EndAtOnce | None:
     """Let SIGINT end this process with one line from now on; return the handler, or None if there is another one.
 
-    Only Python's own handler is replaced: whoever ignores SIGINT or handles it has a reason.
+    Only Python's own handler is replaced: a program that ignores or handles SIGINT has a reason.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return None
@@ -114,7 +114,7 @@ def ending_at_once() -> Iterator[None]:
 def killing() -> Iterator[None]:
     """In a ``with`` block of C code that keeps the interpreter's lock, so that no handler could run, let SIGINT kill.
 
-    A handler of somebody else's stays.
+    A handler that is not wordrun's stays.
     """
     before = signal.getsignal(signal.SIGINT)
     is_ours = isinstance(before, EndAtOnce) or before is signal.default_int_handler

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 REQUEST = "asked.json"
-# A request that is older than this [s] was left by ranks that have died.
+# A request older than this [s] is a leftover of ranks that have died.
 STALE_S = 120.0
 
 

@@ -1,4 +1,4 @@
-"""The config: what a project of your own derives its options from, by name.
+"""The config, with the base classes of options from which a project derives its own.
 
 The options of each part stand beside the part, in an ``options.py``; this package composes, validates and registers.
 """

@@ -100,7 +100,7 @@ def compose(
         composed = _compose(list(overrides), tree)
     except REFUSALS as error:
         problems, others, refused = diagnose(list(overrides), partial(_compose, tree=tree), error)
-        # ``others`` has the default in place of a refused group, whose problems would mislead.
+        # ``others`` has the default in place of a rejected group, so problems with that group would mislead.
         about = re.compile(rf"\b({'|'.join(refused)})=" if refused else "(?!)")
         problems += [problem for problem in _problems_of(others, ranks, per_node) if not about.search(problem)]
         raise ConfigError("\n".join(problems)) from None
@@ -188,9 +188,9 @@ def to_config(
 
 
 def _secrets(composed: DictConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path of each option whose value has that of a secret environment variable, and what is written for it.
+    """Yield the path of each option whose value is that of a secret environment variable, and how it is written.
 
-    The option interpolates the variable, or another option that does.
+    Such an option interpolates the variable, or another option that does.
     """
     written = OmegaConf.to_container(composed)
     names = set(re.findall(r"\$\{oc\.env:\s*['\"]?(\w+)", str(written)))
@@ -242,7 +242,7 @@ def register() -> None:
 
 
 def by_depth(rate: float, otherwise: float | None, *, _root_: DictConfig) -> float | None:
-    """Return ``rate``, which suits n_embd=768, scaled to the width of model.depth; ``otherwise`` if it is not set."""
+    """Return ``rate``, meant for n_embd=768, scaled to the width of model.depth; ``otherwise`` if depth is not set."""
     model = OmegaConf.to_object(_root_.model)
     factor = model.rate_factor() if isinstance(model, ModelConfig) else None
     return otherwise if factor is None else rate * factor
@@ -305,7 +305,7 @@ def as_yaml(cfg: Config) -> str:
 SCHEMA = "schema"
 """The folder of the dataclasses."""
 _problems: ContextVar[list[str] | None] = ContextVar("problems", default=None)
-"""What is wrong with the parts that Hydra has read within ``all_problems``; None: outside of it."""
+"""Problems of the parts that Hydra has read within an ``all_problems`` block; None: outside such a block."""
 
 
 @contextlib.contextmanager
@@ -391,7 +391,7 @@ def _folders(config_path: str) -> list[str]:
 
 
 def _option(kind: str, name: str, part: Part) -> dict[str, Any]:
-    """Return the config that selects a part; if a config can have several of its kind, it stands under its name."""
+    """Return the config that selects a part; if there can be several parts of its kind, it is keyed by its name."""
     if kind in SEVERAL:
         return {"defaults": [f"/{SCHEMA}/{kind}/{name}@{name}"]}
     keys = ("name", "kind") if kind == "data" else ("name",)

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf refuse, in messages that name the override, its value and the remedy."""
+"""Translates errors of Hydra and OmegaConf into messages that name the override, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def diagnose(
         cause: the exception of ``compose`` for all overrides, one of ``REFUSALS``.
 
     Returns:
-        A message for each override that cannot be applied; the tree of the others (None: nothing composes); and the
-        groups, such as model, for which the override was refused. In the tree, these groups have their defaults.
+        A message for each override that cannot be applied; the tree composed of the others (None: it does not compose);
+        and the groups, such as model, whose override was rejected: in the tree, they have their defaults.
     """
     try:
         base = compose([])
@@ -67,7 +67,7 @@ def diagnose(
             OmegaConf.update(base, parsed.key_or_group, parsed.value())
         except REFUSALS as error:
             refused[override] = error
-    # Whether the options of a part that cannot be imported are right is unknown.
+    # The options of a part that cannot be imported cannot be checked.
     broken = tuple(f"{name_of(override)}." for override, error in refused.items() if isinstance(error, ConfigError))
     problems = [
         translate(o, refused[o], base)

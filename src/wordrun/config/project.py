@@ -27,11 +27,11 @@ SETTINGS = ("module",)
 
 @dataclass(frozen=True)
 class Project:
-    """A folder with parts or config files of its own."""
+    """A folder with its own parts or config files."""
 
     folder: Path
     source: str = ""
-    """The file that declares it, and what in it; empty: none does, and only its conf/ is used."""
+    """The file, or the table in a file, that declares it; empty: none does, and only its conf/ is used."""
     module: str | None = None
     """Registers the project's parts when it is imported."""
 
@@ -73,7 +73,7 @@ def _declared(folder: Path) -> Project | None:
         module = settings.get("module")
         if not (module is None or isinstance(module, str)):
             raise ConfigError(f"{source}: module={module} should be the name of a module, such as mypackage.parts")
-        # As `python -m wordrun` has the folder; a console script has only its own.
+        # `python -m wordrun` has the folder on sys.path; a console script has only its own folder.
         for path in (str(folder / "src"), str(folder)):
             if os.path.isdir(path) and path not in sys.path:
                 sys.path.insert(0, path)

@@ -138,7 +138,7 @@ _parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
 _registered: set[str] = set()
 """The modules whose parts are registered."""
 _mistakes: ContextVar[list[str] | None] = ContextVar("mistakes", default=None)
-"""What is wrong with the parts of the module that ``_import_parts`` is importing; None: it is importing none."""
+"""Problems of the parts of the module that ``_import_parts`` is importing; None: no module is being imported."""
 
 
 def register(kind: str, name: str, options: type[Any] | str, implementation: Any) -> None:
@@ -197,7 +197,7 @@ def _problem_with(part: Part) -> str:
 
 
 def _spelled(what: Any) -> str:
-    """Return ``what`` as ``module:Name``; a notebook's cell that runs again makes a new class with the same one."""
+    """Return ``what`` as ``module:Name``, which stays the same if a notebook's cell defines the class again."""
     return what if isinstance(what, str) else f"{what.__module__}:{getattr(what, '__qualname__', what)}"
 
 

@@ -53,7 +53,7 @@ def check(cfg: Config, ranks: int | None = None, per_node: int | None = None, *,
 
 
 def _ask(cfg: Config, method: str, *arguments: Any) -> Iterator[str]:
-    """Yield what ``method`` of each part's options returns, and an exception of a part that is not wordrun's."""
+    """Yield the messages of ``method`` of each part's options; an exception of a user's part becomes a message."""
     for section, options in schema.parts_in(cfg).items():
         try:
             yield from getattr(options, method)(*arguments)
@@ -114,7 +114,7 @@ def check_batch(cfg: Config, dp: int) -> Iterator[str]:
 
 
 def _fitting(cfg: Config, batch: int, dp: int) -> str:
-    """Return the numbers of sequences next to ``batch`` that suit ``dp`` ranks, and a model.batch_size that does."""
+    """Return the numbers of sequences nearest to ``batch`` that suit ``dp`` ranks, and a suitable model.batch_size."""
     per_micro_step = cfg.model.batch_size * dp
     below = max(0, batch) // per_micro_step * per_micro_step
     fits = " or ".join(str(size) for size in (below, below + per_micro_step) if size)

@@ -146,7 +146,7 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
     for section, values in plain.items():
         if section not in SEVERAL:
             setattr(cfg, section, _section_from(section, section, values))
-        elif "schema" in values:  # until 0.1 there was one tracker, and its name was one of the options
+        elif "schema" in values:  # up to version 0.1, there was one tracker, with its name among the options
             name = values["schema"]
             values = {key: value for key, value in values.items() if key != "name"}
             getattr(cfg, section)[name] = _section_from(section, f"{section}.{name}", values)

@@ -29,16 +29,16 @@ from wordrun.dist.mesh import AXES, Layout
 
 UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 FACTOR = 4
-"""Between one size and the next."""
+"""Ratio of each size to the one before."""
 BATCHES = 7
-"""Timings of an operation, of which the least, the median and the greatest are shown."""
+"""Number of timings of an operation; the least, the median and the greatest are shown."""
 BATCH_S = 0.02
-"""An operation is repeated within a timing for at least this time [s], so that short ones can be timed."""
+"""Minimum time of a timing [s], for which short operations are repeated."""
 PAIR_BYTES = 4 * 2**20
 """Size of the messages between pairs of nodes."""
 SHOWN_GROUPS = 3
 TICKS = 8
-"""More labels than these would touch each other."""
+"""Maximum number of labels on an axis."""
 TITLES = f"  {'operation':<24}{'size':>9}{'time [us]':>12}{'min':>11}{'max':>11}{'algbw':>14}{'busbw [GB/s]':>14}"
 
 Call = Callable[[], Any]
@@ -304,7 +304,7 @@ def _wait(world: World) -> None:
 
 
 def _agreed(values: Sequence[float], world: World) -> list[float]:
-    """Return the greatest of each of ``values`` over all ranks."""
+    """Return the maximum of each of ``values`` over all ranks."""
     tensor = torch.tensor(values, device=world.device)
     td.all_reduce(tensor, op=td.ReduceOp.MAX)
     return [max(float(value), 1e-9) for value in tensor]

@@ -52,7 +52,7 @@ def all_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
 def _reduced(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return ``values`` combined by ``operation`` over the ranks of ``group``."""
     result = values.detach().clone()
-    # A rank alone would wait for a thread of gloo, which has to get a core from those that compute.
+    # A single rank would have to wait for a thread of gloo, which competes for a core with those that compute.
     if dist.get_world_size(group) > 1:
         dist.all_reduce(result, op=operation, group=group)
     return result

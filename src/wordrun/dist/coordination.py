@@ -1,8 +1,7 @@
 """How ranks agree without a process group: ``broadcast``, ``monitored_barrier`` and ``Agreement``.
 
-They use the store of the rendezvous or MPI, so they work before ``setup``, and where a group does not do: a rank may be
-late or have failed, the collectives of two threads must not interleave, and each rank of gloo keeps a connection to
-every other one.
+They use the store of the rendezvous, or MPI. So they work before ``setup``, if a rank is late or has failed, and in a
+thread beside one that calls collectives. They also save connections: in a gloo group, all ranks are connected.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
 def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:
     """Wait for the other ranks here, and return whether all have come within ``timeout_s`` seconds.
 
-    All ranks pass the same ``name``, which is used once. This is no collective: ranks that do not come may be in one.
+    All ranks pass the same ``name``, which must be new. This is not a collective: ranks that do not come may be in one.
     """
     if world.size == 1:
         return True
@@ -73,9 +72,9 @@ def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:
 
 
 class Agreement:
-    """A series of meetings of all ranks, who must create it, and call ``meet``, in the same order.
+    """A series of meetings of all ranks. Every rank must create it, and call ``meet``, in the same order.
 
-    In any thread: a rank sends two short messages, and polls for the answer.
+    It works in any thread: a rank sends two short messages, and polls for the answer.
     """
 
     def __init__(self, world: World, timeout_s: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 COUNTED = "WORDRUN_DEVICES"
-"""Variable in which launch says how many devices it has counted on each node, and how it has counted them."""
+"""Variable with the number of devices that launch has counted on each node, and how it has counted them."""
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose which of a node's devices a process sees."""
 

@@ -20,14 +20,14 @@ from wordrun.dist import mpi
 from wordrun.dist.rendezvous import opened_store
 from wordrun.dist.world import World
 
-# The first rank to fail ends this long after its message: mpiexec reads it, and rank 0 records why the run ended if it
-# fails alike.
+# The first rank to fail ends this long after its message. By then, mpiexec has read it, and rank 0, if it fails for the
+# same reason, has recorded why the run ended.
 LAST_WAIT_S = 0.5
 # A rank that fails because another one did waits this long for the launcher to end it, then exits.
 SECONDARY_WAIT_S = 5.0
 # If it is not known which rank failed first, the others wait this long for rank 0's message, and for their end.
 UNKNOWN_WAIT_S = 1.0
-# The same under guardians, with which launch lets the ranks end by themselves for a while.
+# The same under guardians: launch first lets the ranks end by themselves for a while.
 UNKNOWN_FORKED_WAIT_S = 7.0
 # If a rank was killed, its guardian ends the others within this time, so what they raise is not shown.
 GUARDIAN_WAIT_S = 1.0
@@ -71,7 +71,7 @@ def guard(world: World) -> Iterator[None]:
 
 
 def abort(world: World, status: int) -> None:
-    """End this process and the entire job with ``status``; what it has printed arrives."""
+    """End this process and the entire job with ``status``, after everything that it has printed has arrived."""
     sys.stdout.flush()
     sys.stderr.flush()
     if world.size > 1:
@@ -108,7 +108,7 @@ def _end(world: World, status: int) -> None:
 
 
 class _Turn(NamedTuple):
-    """What a failed rank does, so that one message of all ranks is shown."""
+    """What a failed rank does, so that only one rank's message is shown."""
 
     message: str
     """It prints this; empty: nothing."""

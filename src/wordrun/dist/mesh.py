@@ -1,8 +1,7 @@
 """The layout of the ranks as arithmetic on their numbers: pipeline x replicate x shard x context x tensor.
 
 Ranks are numbered with the tensor-parallel axis innermost: its ranks communicate most, and are neighbors on a node.
-The pipeline axis is outermost: its ranks communicate least. Nothing here needs torch or another
-rank.
+The pipeline axis is outermost: its ranks communicate least. Nothing here needs torch or communication.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Layout:
     cp: int = 1
     """Ranks over which each sequence is divided; parameters are sharded over them, too."""
     tp: int = 1
-    """Ranks over which each matrix product is split."""
+    """Ranks over which each matrix product is divided."""
     islands: int = 1
     """Groups of copies that take steps by themselves; each has consecutive copies."""
     ep: int = 1

@@ -138,7 +138,7 @@ def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...], tupl
     Args:
         comm: all ranks.
         shared: the ranks of this node; freed.
-        key: nodes are numbered in the order of their first ranks' keys.
+        key: this rank's key: nodes are numbered in the order of the keys of their first ranks.
     """
     from mpi4py import MPI
 

@@ -99,8 +99,8 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
 def _host_store(address: str, port: int, world: World, timeout: timedelta, *, wait: bool) -> Any:
     """Return a store that listens at ``address`` alone, since it trusts any client; port 0: a free one.
 
-    torch by itself would listen on all interfaces. This store does so, too, if ``address`` is not one of this host's,
-    or is a name that means 127.0.1.1 on this host. With ``wait``, return when all ranks have connected.
+    torch by itself would listen on all interfaces. This store does so only if ``address`` is not one of this host's, or
+    is a name that stands for 127.0.1.1 on this host. With ``wait``, return when all ranks have connected.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
 """Private names of torch and torchvision that wordrun uses, each behind one function.
 
-Tried with torch 2.8 to 2.13; a function that depends on the version says how.
-Each documents its fallback for versions without the name; tests/unit/test_compat.py then fails and names the function.
+Tested with torch 2.8 to 2.13. Each function documents how it depends on the version, and its fallback for versions
+without the name; tests/unit/test_compat.py then fails and names the function.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a plain copy if a collective that computes it may not have ended.
+    """Return ``tensor``, or a plain copy if the collective that computes it may not have ended.
 
-    torch.compile gives the gradient of such an input to the DTensor that it came from as a plain tensor, and the
-    backward pass fails (seen with torch 2.13).
+    If such a tensor is the input of a compiled function, its gradient reaches the DTensor that it came from as a plain
+    tensor, and the backward pass fails (seen with torch 2.13).
     """
     if type(tensor) is torch.Tensor:
         return tensor
@@ -87,9 +87,9 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
 
 
 def is_strided(placement: Any) -> bool:
-    """Return whether a DTensor's placement divides what later axes of its mesh have divided before it.
+    """Return whether a DTensor's placement is strided: it divides what later axes of the mesh have already divided.
 
-    torch's class for it is private. Without the attribute, the shard would be compared with the wrong one, and an
+    torch's class for this is private. Without the attribute, the shard would be compared with the wrong one, and an
     assertion would fail at the first save.
     """
     return hasattr(placement, "split_factor")
@@ -98,7 +98,7 @@ def is_strided(placement: Any) -> bool:
 def cpu_is_fast_at_bf16() -> bool:
     """Return whether the processor has instructions for bf16 and oneDNN uses them; False if torch cannot tell.
 
-    Without them, as with ``ONEDNN_MAX_CPU_ISA=AVX2``, products in bf16 take hundreds of times as long.
+    Without such instructions, as with ``ONEDNN_MAX_CPU_ISA=AVX2``, products in bf16 take hundreds of times as long.
     """
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     found = any(getattr(torch.cpu, name, bool)() for name in names)
@@ -263,13 +263,13 @@ check_channels = getattr(torch.nn.SyncBatchNorm, "_check_non_zero_input_channels
 
 
 def record_memory(entries: int) -> None:
-    """Begin to record CUDA's allocations, the last ``entries`` of them; 0 ends it. Without the name, nothing is."""
+    """Begin to record CUDA's last ``entries`` allocations; 0 ends this. Without the name, nothing is recorded."""
     if record := getattr(torch.cuda.memory, "_record_memory_history", None):
         record(max_entries=entries) if entries else record(enabled=None)
 
 
 def dump_memory(file: Path) -> None:
-    """Write what ``record_memory`` has recorded as a pickle for pytorch.org/memory_viz; torch has no other format."""
+    """Write what ``record_memory`` has recorded, as a pickle for pytorch.org/memory_viz, torch's only format."""
     if dump := getattr(torch.cuda.memory, "_dump_snapshot", None):
         dump(str(file))
 

@@ -1,7 +1,6 @@
 """Determine which rank this process is from the environment alone, without torch or MPI.
 
-Only one family of variables in ``FAMILIES`` is read: if families were mixed, a nested process would take itself for
-rank 0 of everything.
+Only one family of variables in ``FAMILIES`` is read: with a mixture, a nested process could take itself for rank 0.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Family:
         return not self.in_steps or is_task(env)
 
     def contradicts(self, other: Family, env: Mapping[str, str]) -> bool:
-        """Return whether both identify the rank, differently."""
+        """Return whether both families identify the rank, and differ."""
         pairs = [(env.get(mine), env.get(theirs)) for mine, theirs in zip(self.identity, other.identity, strict=True)]
         return any(mine != theirs for mine, theirs in pairs if mine and theirs)
 
@@ -311,7 +310,7 @@ def _read(family: Family, env: Mapping[str, str]) -> World:
     counts = tuple(expand_counts(env[listed], listed)) if env.get(listed) else ()
     counts = counts if sum(counts) == size else ()
     nodes = len(hosts) or len(counts) or max(node + 1, -(-size // local_size))
-    if not family.node:  # so MPI knows where --launcher-args may have put the ranks
+    if not family.node:  # only MPI knows where --launcher-args may have put the ranks
         node = min(node, nodes - 1)
     world = World(
         rank=rank,

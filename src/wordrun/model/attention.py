@@ -22,20 +22,20 @@ from wordrun.dist import torch_private
 from wordrun.model.dropout import dropout
 from wordrun.model.kernel_thresholds import keeps_weights, skips_blocks
 
-if TYPE_CHECKING:  # the import takes as long as that of torch's compiler
+if TYPE_CHECKING:  # the import would load torch's compiler
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """Tokens in a block; FlexAttention's default, for which its kernels are tuned."""
 Runs = tuple[int | Tensor, ...]
-"""All tokens of the sequences, in order, as runs: an integer is the length of one document, and a mask (n, n) stands
-for n tokens in several short documents."""
+"""Divides all tokens of the sequences into consecutive runs: an integer is the length of a run of one document; a mask
+(n, n) is that of n tokens in several short documents."""
 
 
 class UncompiledRuns:
     """Runs whose attention a compiled block leaves to uncompiled code.
 
-    torch.compile does not look into this class; it would compile the block again for a tuple of other lengths.
+    torch.compile does not look into this class. For a tuple, it would compile the block anew for each set of lengths.
     """
 
     def __init__(self, runs: Runs) -> None:
@@ -61,7 +61,7 @@ def document_mask(
         p: dropout probability of the attention weights.
         head_size: elements of a head.
         spans: the largest number of tokens to which a token attends, for each kind of block of the model.
-        compiled: whether it is for compiled blocks.
+        compiled: whether the mask is for compiled blocks.
     """
     (B, T), device = documents.shape, documents.device.type
     if skips_blocks(device, B * T * T, p, head_size):
@@ -77,9 +77,9 @@ def document_mask(
 
 
 LONG = 64
-"""If documents have at least this many tokens on average, a CPU is faster if it computes each by itself (measured)."""
+"""Mean number of tokens of documents from which a CPU is faster if it computes each separately (measured)."""
 TOGETHER = 256
-"""Maximum number of tokens in a run of short documents, whose attention a CPU computes together, under one mask."""
+"""Maximum number of tokens in a run of short documents, whose attention a CPU computes at once, with a mask."""
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[int | Tensor]:
@@ -158,14 +158,14 @@ def _windowed(
 ) -> Tensor:
     """Return the attention of each of the queries to the last ``window`` keys before it, including its own.
 
-    As many queries as the window has tokens are computed at a time, with only the keys that they need, so that time and
-    memory grow with T rather than T^2.
+    The queries are processed in chunks of ``window``, each with only the keys that it needs, so that time and memory
+    grow with T rather than T^2.
     """
     T, S = q.shape[2], k.shape[2]
     found = []
     for start in range(0, T, window):
         end = min(start + window, T)
-        at = S - T + start  # position of the first of these queries, and of the first key they need
+        at = S - T + start  # position of the first of these queries; ``first`` is that of the first key they need
         first = max(0, at - window + 1)
         keys = slice(first, S - T + end)
         near = None
@@ -180,7 +180,7 @@ def _windowed(
 
 
 def _band(T: int, S: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what to add to the products of T queries, the last of S tokens, so that they attend within ``window``."""
+    """Return the bias that confines the attention of T queries, the last of S tokens, to their ``window``."""
     distance = torch.arange(T, device=device)[:, None] + (S - T) - torch.arange(S, device=device)
     hidden = (distance < 0) | (distance >= window)
     return torch.zeros(T, S, dtype=dtype, device=device).masked_fill(hidden, -math.inf)
@@ -193,7 +193,7 @@ _kept_band = lru_cache(maxsize=4)(torch.inference_mode(False)(_band))
 def _by_document(
     q: Tensor, k: Tensor, v: Tensor, p: float, runs: Runs, scale: float | None, window: int | None
 ) -> Tensor:
-    """Return the attention of each of ``runs`` of tokens, one or more documents each, by itself."""
+    """Return the attention, computed separately for each of ``runs`` of tokens."""
     masks = [None if isinstance(run, int) else run for run in runs]
     lengths = [run if isinstance(run, int) else len(run) for run in runs]
     # Split rather than sliced: the gradient of a slice has the size of the full tensor.

@@ -62,7 +62,7 @@ class LossesOf:
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a hidden matrix divide into matrices: by head, and within a head by kind, such as q, k and v."""
+    """How the rows of a hidden matrix divide into matrices: by head, and within each head by kind, such as q, k, v."""
 
     heads: int = 1
     kinds: int = 1
@@ -80,9 +80,9 @@ class Model(nn.Module):
     blocks: nn.ModuleDict
     """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
     uses: tuple[str, ...] = ("tokens", "targets")
-    """Fields of a batch of text that ``losses`` reads; data that need documents or scale are refused without these."""
+    """Fields of a batch of text that ``losses`` reads. Data that set another field, such as ``scale``, are rejected."""
     averages_buffers = True
-    """Whether persistent buffers of floating-point numbers depend on a rank's data, to be averaged after each step."""
+    """Whether floating-point buffers in checkpoints depend on each rank's data, so that they are averaged per step."""
     compiled_loss = False
     """Whether to compute the loss by a compiled function, if the model has one."""
     computes_losses_in_fp32 = False
@@ -130,7 +130,7 @@ class Model(nn.Module):
         return {}
 
     def complete_step(self, add_up: Callable[[Tensor], None]) -> None:
-        """Use what the passes of a step have counted; every rank calls this once, after the last backward pass.
+        """Use what the passes of a step have counted, such as tokens per expert; called once, after the last pass.
 
         Args:
             add_up: adds up a tensor over all ranks with the same parts of the model, in place.

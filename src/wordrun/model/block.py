@@ -1,4 +1,4 @@
-"""What the blocks of all transformers consist of: pre-norm attention and MLP, and the core of the attention.
+"""The block of all transformers, pre-norm attention and MLP, and the core of the attention.
 
 Shapes: B sequences, T tokens, C = n_embd, N query heads, M key heads, H head size.
 """

@@ -1,7 +1,7 @@
-"""Cross entropy of an output layer with a large vocabulary, whose logits exist once and in the compute dtype.
+"""Cross entropy of an output layer with a large vocabulary, which keeps the logits only once, in the compute dtype.
 
 ``train.chunked_loss`` chooses it, and ``OutputLayer.losses`` calls it. As in Liger Kernel's fused linear cross entropy
-(Hsu et al. 2024), the forward pass already computes the gradient of the logits, in their place.
+(Hsu et al. 2024), the forward pass already computes the gradient of the logits, and overwrites the logits with it.
 
 Shapes: N tokens, C features, V vocabulary with padding, or this rank's shard of it.
 """
@@ -21,9 +21,9 @@ from wordrun.model import kernel_thresholds
 
 
 def applies(weight: Any) -> bool:
-    """Return whether this rank has the ``weight`` of the output layer, or the rows of its tensor-parallel shard.
+    """Return whether this rank holds the ``weight`` of the output layer, or its tensor-parallel shard of rows.
 
-    It has neither if a wrapper gathers the weights while the module is called, as DeepSpeed does with stage 3.
+    It does not if a wrapper gathers the weights only during the module's call, as DeepSpeed does with stage 3.
     """
     if weight.dim() != 2:
         return False
@@ -58,14 +58,14 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of each token in nats, (N,) fp32.
 
-    The forward pass turns the logits into their gradients in place, so that the backward pass needs no others. Autograd
-    would keep the logits and, in fp32, the log-probabilities and two gradients of their size.
+    The forward pass replaces the logits by their gradients, which are all that the backward pass needs. Autograd would
+    keep the logits and, in fp32, the log-probabilities and two gradients of the same size.
 
     Args:
         x: features, (N, C).
         weight: of the output layer, (V, C).
         targets: token ids, (N,); the loss of a negative one is 0.
-        vocab_size: the logits from here on are padding, with probability 0.
+        vocab_size: number of tokens; logits beyond it are padding, with probability 0.
         softcap: each logit z becomes softcap * tanh(z / softcap); 0: it stays as it is.
         compiled: compile the softmax and its gradient with torch.compile, unless there is a ``group``.
         group: the ranks that have the shards of the vocabulary, in its order and of equal sizes, all with the same
@@ -158,7 +158,7 @@ def _softmax_of_shards(
 
 
 def _bounded(logits: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor | float]:
-    """Return the ``logits`` with their bound, -inf in the padding, and the derivative of the bounded by the others."""
+    """Return the soft-capped ``logits``, -inf in the padding, and their derivative with respect to ``logits``."""
     slope: Tensor | float = 1.0
     bounded = logits
     if softcap:

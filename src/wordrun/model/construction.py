@@ -21,7 +21,7 @@ from wordrun.model.transformer import Transformer
 
 M = TypeVar("M", bound=Model)
 DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
-"""Functions that fill a tensor with random numbers, which does nothing on the meta device."""
+"""Functions that fill a tensor with random numbers, and have no effect on the meta device."""
 
 
 def meta_model(
@@ -75,7 +75,7 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Replace what the constructor has put elsewhere, such as buffers made from NumPy's arrays."""
+    """Replace tensors that the constructor has put on another device, such as buffers made from NumPy arrays."""
     replaced: dict[Tensor, Tensor] = {}
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)

@@ -31,8 +31,7 @@ def chunks(tokens: int, ranks: int, device: torch.device) -> Tensor:
 class Context:
     """The ranks among which each sequence is divided.
 
-    It is not a dataclass: with mixed precision, FSDP copies dataclasses that a module is called with, to cast their
-    fields.
+    It is not a dataclass: with mixed precision, FSDP copies dataclasses among a module's arguments, to cast them.
 
     Args:
         group: their process group.
@@ -67,7 +66,7 @@ class Context:
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the complete (B, n T, ...) of which ``x`` (B, T, ...) is this rank's part, without gradients."""
+        """Return the complete tensor (B, n T, ...), of which ``x`` (B, T, ...) is this rank's part; no gradients."""
         return self.in_order(self._gather(x).transpose(0, 1).flatten(1, 2), dim=1)
 
     def _gather(self, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Exchange:
         from_each = from_each.view(self.size, -1)
         sent, received = counts.view(self.size, -1).sum(1).tolist(), from_each.sum(1).tolist()
         arrived: Tensor = _Sent.apply(tokens, sent, received, self.group)  # type: ignore[no-untyped-call]
-        # They are sorted by the rank they come from, then by expert.
+        # The received tokens are sorted by the rank they come from, then by expert.
         mine = torch.arange(from_each.shape[1], device=tokens.device).repeat(self.size)
         order = mine.repeat_interleave(from_each.flatten()).argsort(stable=True)
         y = experts(arrived.index_select(0, order), from_each.sum(0)).index_select(0, order.argsort())

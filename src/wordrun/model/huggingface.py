@@ -80,7 +80,7 @@ STRETCH = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": TRAINED_LENGTH,
 }
-"""Settings of Llama 3.1's rotary embedding besides the factor."""
+"""Llama 3.1's settings of the rotary embedding, apart from the factor."""
 
 
 def to_huggingface(state: Mapping[str, Tensor], cfg: TransformerConfig) -> dict[str, Tensor]:
@@ -290,7 +290,7 @@ FAMILIES = {
     _GEMMA_PARTS: "gemma3_text",
     _GEMMA_PARTS | {"window"}: "gemma3_text",
 }
-"""transformers' model types, by the set of our options in which a model differs from LLaMA."""
+"""transformers' model types, each by the set of our options that distinguish it from LLaMA."""
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

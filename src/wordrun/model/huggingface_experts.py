@@ -21,7 +21,7 @@ BIAS = "router.bias"
 
 
 def check_bias(bias: Tensor) -> None:
-    """Refuse to export a model whose router's ``bias`` has an effect.
+    """Check that a router's ``bias``, which transformers' models do not have, has no effect.
 
     Raises:
         UserError: it is not 0.
@@ -82,7 +82,7 @@ def _joined(theirs: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 def _unstacked(
     theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], names: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, torch.Size]]:
-    """Return ``theirs`` and ``shapes`` with what transformers 5 stacks named and shaped as if it had been joined."""
+    """Return ``theirs`` and ``shapes``; the tensors that transformers 5 stacks get the names and shapes of ``join``."""
     readers = {name: partial(theirs.__getitem__, name) for name in shapes}
     sizes = dict(shapes)
     for stacked, size in shapes.items():

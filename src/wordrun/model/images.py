@@ -19,7 +19,7 @@ from wordrun.model.base import Model
 from wordrun.model.options import ConvNetConfig, ResNetConfig
 
 SMALL = 64
-"""Images of fewer pixels than this (height or width) get a residual network's small stem."""
+"""Images with a height or width below this many pixels get a residual network's small stem."""
 
 
 class Labeled(Protocol):
@@ -66,7 +66,7 @@ class ConvNet(Classifier):
         if min(height, width) < 6:
             raise ConfigError(f"model={cfg.name} needs images of at least 6x6 pixels, not {height}x{width}")
         norm, first, second = NORMS[cfg.norm], cfg.channels, 2 * cfg.channels
-        # A norm cancels a bias before it, whose gradients would be rounding errors, which AdamW turns into full steps.
+        # No bias before a norm, which cancels it: AdamW would turn the rounding errors in its gradient into full steps.
         convolution = partial(nn.Conv2d, kernel_size=3, bias=cfg.norm == "none")
         self.features = nn.Sequential(
             convolution(inputs, first),

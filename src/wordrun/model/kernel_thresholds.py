@@ -1,4 +1,4 @@
-"""From which sizes on models use which implementation of attention and loss.
+"""Sizes from which models use another implementation of attention or loss.
 
 This file is free of torch, because the plan of memory reads it.
 """
@@ -16,11 +16,11 @@ LARGE = 2**24
 CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
 ROWS = 512
-"""Most queries that attend at a time to the keys that were gathered from other ranks: it bounds the size of a mask."""
+"""Maximum number of queries that attend at a time to keys gathered from other ranks; limits the size of a mask."""
 SMALL_MASK = 2**22
 """Number of values of an attention mask up to which its memory does not matter."""
 TRITON = find_spec("triton") is not None
-"""Whether there is a compiler for FlexAttention's kernels. Looked up once: torch.compile cannot trace the look-up."""
+"""Whether there is a compiler for FlexAttention's kernels; a constant: torch.compile cannot trace the lookup."""
 LEAST_HEAD = 16
 """Least number of elements of an attention head that FlexAttention supports on a GPU."""
 

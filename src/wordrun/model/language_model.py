@@ -1,7 +1,7 @@
-"""What training asks of a language model besides its architecture: how it starts, and how ranks divide it.
+"""What training needs of a language model besides its architecture: its initialization, and how ranks divide it.
 
-``Transformer`` adds the architecture. What is here needs to know of it only the names of its layers, ``tied`` and
-``first_layers`` and, of each attention, ``by_head`` and ``head_size``.
+``Transformer`` adds the architecture. This module depends only on the names of its layers, on ``tied`` and
+``first_layers``, and on ``by_head`` and ``head_size`` of each attention.
 
 Shapes: B sequences, T tokens, C = n_embd.
 """
@@ -64,8 +64,8 @@ class LanguageModel(Model):
     tied: bool
     """Whether the output layer shares its weights with the token embedding."""
     first_layers: tuple[str, ...]
-    """The linear layers of a block that read the residual stream; tensor parallelism splits their outputs. Layers named
-    proj write to it."""
+    """The linear layers of a block that read the residual stream; tensor parallelism divides their outputs. Layers
+    named proj write to the stream."""
     context: Context | None = None
     """The ranks among which each sequence is divided for training and evaluation; None: it is not."""
 
@@ -93,8 +93,8 @@ class LanguageModel(Model):
         """Return the standard deviation of the initial values of the matrix ``name``.
 
         0.02, and 0.02 / sqrt(2 n_layer) for projections into the residual stream, so that its variance does not grow
-        with depth (Radford et al. 2019, section 2.3). With muP, matrices of the blocks have 1 / sqrt(width) of it,
-        relative to the base width. One factor of LoRA's adapters starts at 0.
+        with depth (Radford et al. 2019, section 2.3). With muP, it is divided by sqrt(width / base width) for matrices
+        of the blocks. One factor of LoRA's adapters starts at 0.
         """
         if name.endswith(lora.B):
             return 0.0

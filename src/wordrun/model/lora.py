@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021): frozen weights, and a trained product of two thin matrices beside each of some layers.
 
-A checkpoint of a LoRA run holds adapters only. It names the base model, whose weights they were trained beside, with a
-checksum by which ``describe_base`` recognizes them.
+A checkpoint of a LoRA run holds only adapters. It names the base model that they were trained with, and has a checksum
+of its weights, by which ``describe_base`` recognizes them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ A, B = "lora_a", "lora_b"
 HF = "hf:"
 """Begins the name of a model in Hugging Face's format."""
 DIGEST = "2:"
-"""Begins a checksum of all tensors; until 0.1, it was one of the 1-d tensors, which some models do not have."""
+"""Prefix of a checksum of all tensors. Up to 0.1, checksums covered only 1-d tensors, which some models lack."""
 DIGEST_VALUES = 2**18
-"""About so many values of each tensor are in the checksum, in evenly spaced rows, so that it takes seconds for large
-models, of which not even all pages need to be read if they are mapped into memory."""
+"""Approximate number of values of each tensor in the checksum, in evenly spaced rows. So it takes only seconds for
+large models, and does not read all pages of a mapped file."""
 
 
 class Adapted(nn.Linear):
@@ -116,10 +116,10 @@ def digest_like(stored: str, base: Mapping[str, Tensor], model: nn.Module) -> st
 
 
 def base_source(cfg: Config, stored: Mapping[str, Any]) -> str | None:
-    """Return where a run with ``cfg`` reads its initial weights: train.init_from or, for LoRA, what is known to be it.
+    """Return where a run with ``cfg`` reads its initial weights: train.init_from or, for LoRA, the known base model.
 
-    A run that is resumed with the same train.init_from takes the checkpoint that it began with, although that run may
-    have newer ones by now.
+    A LoRA run that is resumed with the same train.init_from uses the base checkpoint that it began with, even if the
+    base run has newer ones by now.
 
     Args:
         cfg: the config.

@@ -1,4 +1,4 @@
-"""A GPT with what has made training faster since GPT-2. Each change is an option, with its source beside it.
+"""A GPT with changes since GPT-2 that make training faster. Each is an option, with its source beside it.
 
 Most were found or combined in the speed runs of modded-nanogpt (Jordan et al. 2024) and nanochat (Karpathy 2025).
 
@@ -31,7 +31,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 MULTIPLIER = 6364136223846793005
-"""Of Knuth's linear congruential generator modulo 2^64, with which n-grams are hashed."""
+"""Multiplier of Knuth's linear congruential generator modulo 2^64, which hashes n-grams."""
 
 
 class MLP(nn.Module):
@@ -53,8 +53,8 @@ class Modern(llama.Llama):
     """Llama's attention with norms of queries and keys, another MLP, a bound of the logits, and more embeddings.
 
     Value embeddings (Zhou et al. 2024; modded-nanogpt): in the blocks of model.value_layers, each token has a learned
-    vector that is added to its values, so that attention also moves the token itself. Embeddings of n-grams tell the
-    first block what small models spend their blocks on: which characters precede this one.
+    vector that is added to its values, so that attention also moves the token itself. Embeddings of n-grams give the
+    first block what small models otherwise spend blocks on: the tokens that precede each one.
     """
 
     cfg: ModernConfig

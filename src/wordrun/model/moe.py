@@ -1,6 +1,6 @@
 """Mixture of experts: LLaMA's blocks with many MLPs, of which a router chooses a few for each token.
 
-No token is dropped and no expert has a capacity: tokens are sorted by expert, and each expert takes what it gets.
+Experts have no capacity limit, so that no token is dropped: tokens are sorted by expert, however many each gets.
 
 Shapes: B sequences, T tokens, N = B T, C = n_embd, E experts, K = n_active experts per token, H = n_hidden.
 """
@@ -59,10 +59,11 @@ class SharedState:
 
 
 class _Counted(torch.autograd.Function):
-    """Returns the router's matrix, and adds up what its forward passes have counted when it gets their gradient.
+    """Returns the router's matrix; its backward pass adds what the forward pass has counted to a total.
 
-    That happens once for each micro-batch. The forward pass runs twice with activation checkpointing, also runs for
-    evaluations, and pipelines run both passes, except for gradients of weights, only to learn shapes.
+    Only the backward pass happens exactly once for each micro-batch: the forward pass runs twice with activation
+    checkpointing and also in evaluations, and pipelines run both passes once more to learn shapes, but without the
+    gradients of weights.
     """
 
     @staticmethod
@@ -79,7 +80,7 @@ class _Counted(torch.autograd.Function):
 
 
 class _Balanced(torch.autograd.Function):
-    """Returns its first argument, and adds the balance loss to what is differentiated."""
+    """Returns its first argument; its backward pass adds the gradient of the balance loss."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, balance: Tensor, shared_state: SharedState) -> Tensor:
@@ -147,7 +148,7 @@ class Router(nn.Module):
         return weights, chosen, counts
 
     def _balance(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return the balance loss of each sequence, (B,): its coefficient if all experts get the same.
+        """Return the balance loss of each sequence, (B,), which equals its coefficient if the load is balanced.
 
         DeepSeek-V3 (2024), section 2.1.2: the mean over the experts of load x mean score, both relative to their means.
 
@@ -163,9 +164,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs as LLaMA's. Each layer holds the matrices of all experts, concatenated by rows, which ranks can shard.
+    """E MLPs like LLaMA's. Each layer holds the matrices of all experts, concatenated by rows, which ranks can shard.
 
-    With expert parallelism, a rank has consecutive experts, and ``exchange`` knows the other ranks.
+    With expert parallelism, a rank has consecutive experts, and ``exchange`` sends tokens to and from other ranks.
     """
 
     exchange: Exchange | None = None
@@ -284,7 +285,7 @@ class MixtureOfExperts(Llama):
         return loads
 
     def matrices(self) -> dict[str, Rows]:
-        """Return the matrices of the blocks; each expert's is one of its own, and the router's rows are no matrix."""
+        """Return the hidden matrices of the blocks: each expert's matrices count separately, the router's do not."""
         found = {name: rows for name, rows in super().matrices().items() if not name.endswith("router.weight")}
         experts = Rows(kinds=self.cfg.n_experts, apart=True)
         return {name: experts if ".experts." in name else rows for name, rows in found.items()}

@@ -1,8 +1,8 @@
 """Maximal update parametrization, muP (Yang et al. 2022, table 8), for transformers.
 
-With the width m times that of the base model: hidden matrices start with 1 / sqrt(m) of the standard deviation, the
-logits are divided by m, and attention is scaled by 1 / H rather than 1 / sqrt(H). ``backend.param_groups.scale_rates``
-scales the learning rates. At the base width, nothing differs from the plain model.
+If the width is m times that of the base model, the initial standard deviation of hidden matrices is divided by sqrt(m),
+the logits are divided by m, and attention is scaled by 1 / H rather than 1 / sqrt(H).
+``backend.param_groups.scale_rates`` scales the learning rates. At the base width, nothing differs from the plain model.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig
 
 
 def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str, Tensor]:
-    """Return weights with which the plain model computes what ``cfg`` computes with ``weights``.
+    """Return weights with which the plain model has the same outputs as ``cfg`` with ``weights``.
 
-    The final norm takes the factor of the logits, and the queries take that of attention: the norm of their heads if
-    there is one, otherwise their matrix. Each weight is computed in fp32 when it is read.
+    The factor of the logits is multiplied into the final norm. The factor of attention is multiplied into the norm of
+    the query heads if there is one, otherwise into the queries' matrix. Each weight is computed in fp32 when read.
 
     Raises:
         UserError: a factor has no weight to go into.

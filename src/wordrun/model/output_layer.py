@@ -16,8 +16,8 @@ from wordrun.model import chunked_loss, kernel_thresholds
 class OutputLayer(nn.Linear):
     """A linear layer without biases from features to logits, which may be scaled, bounded and padded.
 
-    It may have more rows than there are tokens. The logits of this padding are -inf, so it has zero probability and
-    zero gradients, and its weights stay 0.
+    It may have more rows than there are tokens. The logits of these padding rows are -inf, so that they have zero
+    probability and zero gradients, and their weights stay 0.
 
     Args:
         n_embd: C.
@@ -31,7 +31,7 @@ class OutputLayer(nn.Linear):
         self.vocab_size, self.scale, self.softcap = vocab_size, scale, 0.0
 
     def bound_logits(self, softcap: float) -> None:
-        """Let each logit z become softcap tanh(z / softcap) (Gemma 2), which is below ``softcap``; 0: it stays z."""
+        """Replace each logit z by softcap tanh(z / softcap) (Gemma 2), which is below ``softcap``; 0: do not."""
         self.softcap = softcap
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class PlainModel(Model):
     """Adds to the class of a plain module what backends need.
 
-    Its weights start with the values that its constructor gives them, for which every rank constructs it on the CPU.
+    Its weights start with the values that its constructor gives them: every rank constructs another one on the CPU.
     """
 
     _values: dict[str, Tensor] | None = None
-    """What the constructor has set, while it is copied."""
+    """The constructor's values, while they are copied."""
 
     def remember(self, construct: Callable[[], nn.Module]) -> None:
         """Note how to construct another such module, and which parameters have several names."""
@@ -116,7 +116,7 @@ def adapt(module: nn.Module, construct: Callable[[], nn.Module]) -> Model:
 
 @cache
 def _mixed(cls: type[nn.Module]) -> type[PlainModel]:
-    """Return ``cls`` with what a model needs; without a ``forward`` method, its forward pass computes the losses."""
+    """Return a class derived from ``cls`` and ``PlainModel``; without ``forward``, the forward pass computes losses."""
     own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     if cls.forward is nn.Module.forward:
         losses = cls.losses  # type: ignore[attr-defined]

@@ -81,7 +81,7 @@ FREE = (
 )
 """Options of a model that do not depend on its weights."""
 INDEX = ".index.json"
-"""Ends the name of the file that says which of several files holds which weight."""
+"""Suffix of the index file, which maps each weight to one of several files."""
 FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Names of the weights file, or prefixes of the index of several files; the first format found is used."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -403,7 +403,7 @@ def _gemma(facts: Facts) -> tuple[TransformerConfig, dict[str, Any]]:
 
 
 def _rope(rope: Mapping[str, Any]) -> tuple[float, float, str]:
-    """Return the base and the factor of a rotary embedding, and what it should be if it is of an unknown type."""
+    """Return the base and the factor of a rotary embedding and, if its type is unknown, what is supported."""
     rope = dict(rope)
     theta = float(rope.pop("rope_theta"))
     kind = rope.pop("rope_type", rope.pop("type", "default"))

@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
         cached = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if cached else rotary_table
         end = start + q.shape[1] * (context.size if context else 1)
-        # With a start, text is being generated token by token: a table of the next power of two serves many of them.
+        # With a start, text is generated token by token: a table up to the next power of two serves many steps.
         T = 2 ** math.ceil(math.log2(end)) if start else end
         cos, sin = make(T, self.head_size, self.theta, self.factor, q.device)
         if context:

@@ -156,7 +156,7 @@ class Transformer(LanguageModel):
 def in_compute_dtype(x: Tensor) -> Tensor:
     """Return the residual stream ``x`` in bf16 if autocast computes in bf16, as with bf16 parameters.
 
-    Half the memory traffic between the matrix products; in fp16, the stream could overflow.
+    This halves the memory traffic between the matrix products. In fp16, the stream could overflow.
     """
     kind = x.device.type
     bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16

@@ -21,7 +21,7 @@ from wordrun.dist import World
 from wordrun.dist.coordination import Agreement
 from wordrun.train.options import TrainConfig
 
-# How the errors of a disk begin, the operating system's and ours.
+# Beginning of messages about a disk's errors, the operating system's and wordrun's.
 OF_DISKS = re.compile(r"rank \d+: (\[Errno \d+\]|no space left)")
 # A file system with fewer bytes left counts as full: not every writer reports why it failed.
 FULL = 2**20
@@ -96,9 +96,9 @@ class Checkpoints(BackgroundSaves):
         self.written = written
         """The step of the newest checkpoint on disk."""
         self.problem = ""
-        """Why the last one could not be written; empty: it was."""
+        """Why the last checkpoint could not be written; empty: it was written."""
         self._said = set[str]()
-        """Problems after checkpoints were complete that have been logged."""
+        """Problems in tidying up after complete checkpoints that have been logged already."""
 
     def save(self, step: int, save: Save, manifest: dict[str, Any], *, best: bool, last: bool) -> None:
         """Write the checkpoint of ``step``, in the background where possible; ``wait`` for the previous one first.

@@ -1,4 +1,4 @@
-"""Measures the loss and the metrics on the validation set, and finds what is wrong with them before the first step."""
+"""Measures the loss and the metrics on the validation set, and checks the metrics before the first step."""
 
 from __future__ import annotations
 

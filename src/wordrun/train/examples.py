@@ -1,4 +1,4 @@
-"""The task of data that consist of examples with an index, such as images and their classes."""
+"""The task of map-style datasets, whose examples have an index, such as images and their classes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ExamplesTask(Task):
 
     def loader(self, gas: int, device: torch.device) -> Loader:
         cfg = self.cfg
-        # Examples that draw from the process's random generators are not read beside the steps, which draw from them.
+        # Examples that draw from the process's random generators are read between the steps, which also draw from them.
         prefetch = 0 if self.data.draws else cfg.data.prefetch
         return Loader(self.order, cfg.model.batch_size, gas, self.dp_rank, self.layout.dp, device, prefetch)
 

@@ -1,4 +1,4 @@
-"""What happens when a trainer's work fails: a message names the cause, and a failing hook costs no steps."""
+"""Handles failures of a trainer: names the cause in a message, and saves before a failed hook ends the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMUNICATION = (*torch_private.COLLECTIVES, "wordrun.dist")
 
 @contextlib.contextmanager
 def explained(trainer: Training, *, every: bool = False) -> Iterator[None]:
-    """Within the ``with`` block, which does a trainer's work, turn an error into what its user needs to know.
+    """Within a ``with`` block of the trainer's work, replace an error by one with a message for the user.
 
     The traceback of an error in a part goes to failures/, as the message says; with ``every``, that of any error.
 
@@ -62,9 +62,9 @@ def explained(trainer: Training, *, every: bool = False) -> Iterator[None]:
 
 
 def explain(error: Exception, trainer: Training) -> Exception:
-    """Return what a user needs to know of an ``error`` in a trainer's work; ``error`` itself if it says so.
+    """Return an error whose message names the cause of ``error``; ``error`` itself if no cause is known.
 
-    In this order: an option that causes an error in torch, memory that has run out, the part whose code raised it.
+    Causes are tried in this order: an option of torch's, lack of memory, the part whose code raised the error.
     """
     if isinstance(error, UnusedError):
         error.in_step(trainer.step + 1)
@@ -96,7 +96,7 @@ def _option_error(error: Exception, train: TrainConfig) -> UserError | None:
 
 @contextlib.contextmanager
 def dispensable(what: str, trainer: Training) -> Iterator[None]:
-    """Within the ``with`` block, which the run can do without, log an error that all ranks have, and continue after it.
+    """Within a ``with`` block that the run can do without, log an error that all ranks have, and continue after it.
 
     An error that only some ranks have is raised, because the others may wait for these ranks.
     """

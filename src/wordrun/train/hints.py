@@ -76,7 +76,7 @@ def setting(key: str, path: Path) -> str:
 
 
 def resume_command(source: Path, run_dir: Path, command: Sequence[str], ranks: int, *more: str) -> str:
-    """Return the command line that continues the run in ``source``, or the options that do if there is no ``command``.
+    """Return the command line that continues the run in ``source``; without ``command``, only the options for it.
 
     Args:
         source: the run to continue.

@@ -57,8 +57,6 @@ SAMPLE = "sample"
 class LanguageTask(Task):
     """The corpus of a run, its tokenizer, its training and validation sequences, and samples from the model.
 
-    Everything about text is here.
-
     Raises:
         ConfigError: corpus, tokenizer and options are incompatible.
     """
@@ -95,7 +93,7 @@ class LanguageTask(Task):
     def settle(cls, cfg: Config, world: dist.World) -> tuple[Config, str | None]:
         """Return ``cfg`` for the text that is trained on, and a banner if data.offline=sample has replaced the text.
 
-        The run is then named after the sample, in its directory and everywhere else.
+        If so, the run is named after the sample everywhere, also in its directory.
         """
         if cfg.data.kind != "download":
             return cfg, None
@@ -292,7 +290,7 @@ class LanguageTask(Task):
         if self.cfg.data.kind != "pairs":
             return self.tokenizer.encode_prompt(prompt, key, or_else)
         if prompt == TrainConfig.sample_prompt:
-            pairs = self.corpus.val[:READ]  # whose first token also ends what precedes it
+            pairs = self.corpus.val[:READ]
             return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64), 1
         assert self.tokenizer.eot is not None, "pairs need one"
         tokens, hidden = self.tokenizer.encode_prompt(self.cfg.text.turn(prompt)[0], key, or_else)
@@ -301,7 +299,7 @@ class LanguageTask(Task):
     def _shown(self, text: NDArray[Any], begin: int) -> NDArray[Any]:
         """Return what to show of a sample whose first ``begin`` tokens were given: for pairs, up to the answer's end.
 
-        The rest is generated anyway: ranks that stopped at different lengths would wait for each other.
+        All ranks generate the full length, because ranks that stopped at different lengths would wait for each other.
         """
         if self.cfg.data.kind != "pairs":
             return text

@@ -20,9 +20,9 @@ from wordrun.train.metrics import device_name
 UNLIMITED = 2**60
 """Bytes to assume where the operating system does not say how much memory is available (macOS)."""
 NODE_BITS = 20
-"""Memory [MiB] and the index of a node are compared as one integer, whose last bits are the index."""
+"""Bits of a node's index. Memory [MiB] and index are compared as one integer, whose last bits are the index."""
 SIGNS = re.compile(r"out of memory|out_of_(host|device)_memory|alloc_failed|can't allocate memory", re.IGNORECASE)
-"""What libraries write when memory runs out; only torch's allocators for accelerators have an exception for it."""
+"""What libraries report when memory runs out; only torch's allocators for accelerators raise a specific exception."""
 
 
 class MemoryPlan:

@@ -27,9 +27,9 @@ PASSES = ("data", "forward", "backward", "passes")
 """The phases of a step that measure a rank's own work. On an accelerator, collectives may overlap with them."""
 PHASES = (*PASSES, "communication", "optimizer")
 GATHERED = 64
-"""Up to this many ranks, each gets the times of all ranks; beyond, a histogram of them, whose size is constant."""
+"""Up to this many ranks, times are gathered from all ranks; beyond, a histogram of constant size is reduced."""
 RANK_BITS = 24
-"""A rank's time in microseconds and its number are compared as one integer, whose last bits are the number."""
+"""Bits of a rank's number. Time [us] and number are compared as one integer, whose last bits are the number."""
 BINS = 32
 """With more than ``GATHERED`` ranks, the median is accurate to 1 / ``BINS`` of the difference between the slowest and
 the fastest."""
@@ -38,7 +38,7 @@ IN_USE = re.compile(rb"(VmRSS|VmHWM):\s+(\d+)")
 OF_TOKENS = ("tps", "tps_per_gpu", "tokens")
 """Metrics that a task without tokens does not have."""
 QUIET = ("val_loss", "val_perplexity")
-"""Metrics that the log line of an evaluation does not list: it begins with the loss, and the perplexity is logged once,
+"""Metrics that the log line of an evaluation does not list: it begins with the loss, and the perplexity is logged only
 at the end of the run."""
 
 
@@ -82,7 +82,7 @@ class Meter:
         self.peak = peak_flops(device_name(device), dtype)
         self._steps = self._examples = 0
         self._losses: list[torch.Tensor] = []
-        """Losses of this rank that the spike detector has not got yet."""
+        """Losses of this rank that have not been passed to the spike detector yet."""
         self._last: tuple[StepResult, float]
 
     def add(self, result: StepResult, lr: float, examples: int) -> None:
@@ -179,7 +179,7 @@ class Meter:
         ]
 
     def _reduce_many(self, values: list[float], own: float, largest: list[float]) -> tuple[list[float], list[Any]]:
-        """Do what ``_reduce`` does, in two collectives whose size does not depend on the number of ranks."""
+        """Return the same as ``_reduce``, by two collectives whose size does not depend on the number of ranks."""
         ranks, rank, micro = dist.get_world_size(), dist.get_rank(), round(1e6 * own)
         sent = [micro << RANK_BITS | rank, -micro, *(round(1e6 * value) for value in largest)]
         packed, negated_least, *highest = all_max(torch.tensor(sent, device=self.device)).tolist()

@@ -89,8 +89,8 @@ class TrainConfig(Section):
     eval_interval: int = 250
     """Steps between evaluations; 0: never."""
     eval_iters: int | None = 50
-    """Number of validation batches per evaluation, each as large as the global batch, taken at even distances from the
-    validation data; null: all validation data."""
+    """Number of validation batches per evaluation, each as large as the global batch, evenly spaced in the validation
+    data; null: all validation data."""
     log_interval: int = 10
     """Steps between logged metrics."""
     sample_interval: int = 500
@@ -111,12 +111,11 @@ class TrainConfig(Section):
     dtype: str = "auto"
     """Compute precision: fp32, bf16, fp16, or auto (bf16 if the device supports it at full speed, else fp32)."""
     float8: str = "none"
-    """Linear layers of the blocks that multiply in float8, with train.dtype=bf16: none, or tensorwise or rowwise, which
-    scale each matrix by one factor or each of its rows by its own; for NVIDIA GPUs of the Ada or Hopper generation or
-    later."""
+    """Multiply in float8 in the linear layers of the blocks, with train.dtype=bf16: none, tensorwise (one scale per
+    matrix) or rowwise (one per row); for NVIDIA GPUs of the Ada (rowwise: Hopper) generation or later."""
     compile: bool | str = False
-    """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: measure some steps
-    without and with it, and keep what is faster, if enough of the run is left for that to pay off."""
+    """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: time some steps
+    without and with it and keep the faster, if enough of the run is left for that to pay off."""
     compile_scope: str = "blocks"
     """What is compiled as one graph: blocks (each block, and the loss; all blocks share their code, and DDP overlaps
     its communication with them) or model (the complete model: takes longer to compile, a few percent faster)."""
@@ -128,10 +127,10 @@ class TrainConfig(Section):
     selective (everything in a block except matrix products and attention), or for how many blocks from the first one
     on: full:4+selective:8 (4 blocks full, the next 8 selective, none of the others)."""
     memory_budget_gb: float | None = None
-    """Memory in GB (10^9 bytes) that each rank may need by the plan's estimate: sets activation_checkpointing so that
-    no more is recomputed than this requires; null: no budget."""
+    """Memory budget per rank in GB (10^9 bytes): sets activation_checkpointing to the least recomputation whose
+    estimated memory fits; null: no budget."""
     activation_offload: bool = False
-    """Keep what blocks save for the backward pass in host memory; for accelerators."""
+    """Offload the activations that blocks save for the backward pass to host memory; for accelerators."""
     device: str = "auto"
     """Device: auto (an accelerator if there is one), cpu, cuda or xpu."""
     seed: int = 1337
@@ -140,11 +139,11 @@ class TrainConfig(Section):
     """Use only deterministic algorithms, so that two runs with the same options on the same number of ranks, devices
     and versions have equal losses and weights, bit by bit; slower."""
     check_memory: bool = True
-    """Refuse to start a run whose estimated memory is more than a rank has."""
+    """Do not start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800
     """Timeout of collectives in seconds: the run is aborted if a rank does not take part in time."""
     hang_s: int = 120
-    """Seconds without progress after which the run reports where each rank is and whom the others wait for, and
+    """Seconds without progress after which the run reports where each rank is and for which ranks the others wait, and
     continues; start-up, the first step, samples and saves may take five times as long; 0: never."""
     checkpoint_interval: int = 1000
     """Steps between checkpoints, in addition to one after the last step; 0: no checkpoints."""

@@ -52,7 +52,7 @@ class Profiler:
         return path.with_stem(f"{path.stem}-rank-{self.rank}") if self.rank else path
 
     def tell(self, text: str, *values: object) -> None:
-        """Log what has been written: on rank 0, or if it takes no part, on the first rank that does."""
+        """Log what has been written, on the lowest rank that takes part."""
         if self.rank == min(self.options.ranks, default=0):
             LOGGER.info(text, *values, extra=ANY_RANK)
 
@@ -186,7 +186,7 @@ class MemoryProfiler(Profiler):
 
 
 class SpansProfiler(Profiler):
-    """Records when each rank is in which phase of a step, and merges the ranks' records into one timeline.
+    """Records the phases of a step on each rank, and merges the ranks' records into one timeline.
 
     A rank keeps 12 bytes per phase and step, and only rank 0 collects them.
     """

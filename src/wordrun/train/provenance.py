@@ -1,4 +1,4 @@
-"""What a result may depend on besides its config: versions of programs, and commits of this code and the project."""
+"""What a result may depend on besides its config: versions of programs, and commits of wordrun and the project."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def versions() -> dict[str, str]:
 
 
 def commits() -> dict[str, str | None]:
-    """Return the commits of this code and of the project, each with ``-dirty`` if files have been changed since.
+    """Return the commits of wordrun and of the project, each with ``-dirty`` if files have been changed since.
 
     The project is the repository around the working directory, or around the project that it belongs to, unless that
-    is this code's own; ``project_repository`` is its folder. None: there is no repository.
+    is wordrun's own; ``project_repository`` is its folder. None: there is no repository.
     """
     file, here = Path(__file__), Path(project.here().folder)
-    # A submitted job runs copies, which are no repositories.
+    # A submitted job runs copies, which are not repositories.
     copy = read_json(Path(os.environ["WORDRUN_CODE"])) if os.environ.get("WORDRUN_CODE") else {}
     mine = copy.get("wordrun", copy)
     own = _frozen(mine) if _is_in(file, mine) else _own_commit(file)

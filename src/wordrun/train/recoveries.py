@@ -1,4 +1,4 @@
-"""The recoveries of a run from faults: their causes, where the run resumed, and how long it took to the next step."""
+"""The recoveries of a run from faults: cause, step from which it resumed, and time until the next step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recoveries:
         """Each with the keys rank, pid, cause, last_step, time, resumed_step, source and seconds, if known."""
 
     def complete(self) -> bool:
-        """After a step, note how long it took to get there since the last fault; return whether that adds anything."""
+        """After a step, note the time since the last fault; return whether this adds anything to the record."""
         faults, self._new = self._new, []
         for fault in faults:
             fault["seconds"] = round(time.time() - fault["time"], 3)

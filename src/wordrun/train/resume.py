@@ -81,7 +81,7 @@ NEWEST = 5
 
 
 RNG = "rng"
-"""What the RNG states of all ranks are called in a checkpoint."""
+"""Prefix of the names of the ranks' RNG states in a checkpoint."""
 STATE = {
     "fixed": dict,
     "facts": dict,
@@ -175,9 +175,9 @@ def candidates(cfg: Config, requested: bool) -> tuple[Path | None, list[Folder]]
 
 
 def unfinished(trainer: Training) -> Folder | None:
-    """Return the last checkpoint of the unfinished run that got furthest, of the newest that ``trainer`` could resume.
+    """Return the last checkpoint of an unfinished run that ``trainer`` could have resumed; of several, the furthest.
 
-    It must be in the same data's folder in outputs/, not be in use, and have the same fixed options, data and batch.
+    The run must be in the same data's folder in outputs/, not in use, and have the same fixed options, data and batch.
     """
     outputs, here = Path("outputs").absolute(), Path(trainer.cfg.run_dir).absolute()
     if outputs not in here.parents or here.parent == outputs:
@@ -265,7 +265,7 @@ def fixed_options(cfg: Config) -> dict[str, Any]:
 
 
 def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> None:
-    """Refuse to resume from the checkpoint in ``folder`` with options that differ from it.
+    """Check that the options agree with those of the checkpoint in ``folder``.
 
     Options that did not exist when it was written are not compared.
 
@@ -277,7 +277,7 @@ def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> 
     # Before schedules had their own group, optimizer.decay_lr chose between two.
     theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
     theirs.setdefault("model.mup", False)
-    # A checkpoint in bf16 can be resumed where the devices are not fast at it.
+    # A checkpoint in bf16 can be resumed on devices that are not fast at bf16.
     theirs["train.dtype"] = fast_dtype(manifest.get("dtype", theirs["train.dtype"]), trainer.backend.device)
     different = [
         f"  {name} is {value_text(theirs[name])} in the checkpoint and {value_text(value)} here"
@@ -299,7 +299,7 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any], elsewhere: E
     world = trainer.world
     # RNG states belong to ranks: a different layout seeds them anew from the step.
     layout = manifest["layout"]
-    if len(layout) == 4:  # without cp, until 0.1
+    if len(layout) == 4:  # up to version 0.1, without cp
         layout = [*layout[:3], 1, layout[3]]
     same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
     mine = rng_name(world.rank, manifest.get("rng", "streams"))  # as it was called at first

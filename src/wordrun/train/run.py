@@ -37,25 +37,25 @@ from wordrun.train.recoveries import Recoveries
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
 LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "resumed_from")
-"""What run.json keeps of each earlier part of a resumed run."""
+"""The entries that run.json keeps of each earlier launch of a resumed run."""
 CHECKPOINTED = (*LINK, "earlier", "recoveries")
-"""What a checkpoint keeps of run.json, so that a run is complete without it."""
+"""The entries of run.json that checkpoints contain, so that a run can be resumed without it."""
 FILES = (RECORD, "config.yaml", METRICS, "samples.txt", "log.txt")
-"""The records of a run that it reads or writes again when it is resumed."""
+"""Files that a resumed run reads or continues."""
 FOLDERS = ("plots", "failures", "profile", "tensorboard", "wandb")
-"""Those that are folders."""
+"""Folders that a resumed run continues."""
 
 
 class Elsewhere(Protocol):
-    """A checkpoint of which this node may lack files; all ranks make the same calls."""
+    """A checkpoint of which this node may lack files. All ranks must make the same calls."""
 
     where: str
-    """What holds the checkpoint, such as memory."""
+    """Where the checkpoint is kept, for messages, such as "memory"."""
     name: str
     """Name of the checkpoint there."""
 
     def fetch(self, files: Iterable[str]) -> None:
-        """Bring those of ``files``, which this rank needs, that its node does not have.
+        """Bring the ``files``, which this rank needs, to its node, unless it has them.
 
         Raises:
             LostError: a node cannot get a file.
@@ -80,7 +80,7 @@ class Start:
     elsewhere: Elsewhere | None = None
     """Brings the files of the checkpoint in ``folder``; None: they are on disk."""
     why: str = ""
-    """Why the run does not start from a later checkpoint that a hook could have kept; empty: there is no such hook."""
+    """Why the run does not start from a newer checkpoint that a hook may have kept; empty: there is no such hook."""
 
     @property
     def step(self) -> int:
@@ -193,7 +193,7 @@ class Run:
             raise UserError(lost)
 
     def step_done(self) -> None:
-        """Take note of a step: after a fault, run.json says how long it took to get to the first one."""
+        """Note that a step was taken; the first one after a fault completes the fault's entry in run.json."""
         if self._recoveries and self._recoveries.complete():
             self._write_record()
 
@@ -317,14 +317,14 @@ def recorded(run_dir: Path) -> dict[str, Any]:
 
 
 def _set_aside_misplaced(path: Path) -> None:
-    """Rename what is in the place of a record, such as a folder or a dangling link, or cannot be read."""
+    """Rename whatever is in the place of a record but is not readable as one, such as a folder or a dangling link."""
     for name in (".lock", *FILES, *FOLDERS):
         file = path / name
         if not os.path.lexists(file):
             continue
         if name in FOLDERS:
             problem = "" if file.is_dir() else "is no folder"
-        elif not (file.is_file() or file.is_char_device()):  # /dev/null is someone's wish
+        elif not (file.is_file() or file.is_char_device()):  # a link to /dev/null is intended
             problem = "is no file"
         else:
             problem = "" if os.access(file, os.R_OK) else "cannot be read"
@@ -350,7 +350,7 @@ def _number(name: str, value: Any) -> int | float | None:
 
 
 def now() -> str:
-    """Return the time for people to read."""
+    """Return the time as text."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

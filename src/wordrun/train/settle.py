@@ -31,7 +31,7 @@ class Settled:
     cfg: Config
     """The options with which everything is built, and which config.yaml and checkpoints have; a frozen copy."""
     layout: Layout
-    """Which ranks share what."""
+    """The layout of the ranks."""
     start: Start
     """Where the run starts."""
     data: Any

@@ -11,7 +11,7 @@ from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.train.hooks.options import SpikesConfig
 
 FLAT = 1e-12
-"""Losses with a smaller variance, relative to the squared mean, differ by rounding errors alone."""
+"""Losses with a smaller variance than this, relative to the squared mean, differ only by rounding errors."""
 
 
 class SpikeDetector:

@@ -49,7 +49,7 @@ class TrainState:
     best_metric: str = "val_loss"
     """The metric by which checkpoints are compared."""
     best_value: float | None = None
-    """Its best value so far."""
+    """The best value of ``best_metric`` so far."""
     best_step: int = -1
     """The step at which that was measured."""
     evaluated_step: int = -1
@@ -137,14 +137,14 @@ class TrainState:
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` returned, in this version or an earlier one."""
         self.metrics = dict(stored["metrics"])
-        # Until 0.1 the best loss was one of the metrics.
+        # Up to version 0.1, the best loss was one of the metrics.
         self.best_loss = self.metrics.pop("best_val_loss", None)
         for name in STORED:
             setattr(self, name, stored.get(name, getattr(self, name)))
-        if "best_value" not in stored:  # until 0.1, the best was that of the loss
+        if "best_value" not in stored:  # up to version 0.1, checkpoints were compared by the loss
             self.best_value = self.best_loss
         self.rollbacks = {int(step): count for step, count in stored.get("rollbacks", {}).items()}
-        if "spikes" in stored:  # not until 0.1
+        if "spikes" in stored:  # not in checkpoints of versions up to 0.1
             self.spikes.load_state_dict(stored["spikes"])
         self.seconds = stored["seconds"]
 

@@ -22,7 +22,7 @@ AGREE_EVERY_S = 0.5
 SAME_S = 1.0
 
 
-# Stands for a signal's number if a hook has failed; greater than all of them, so that it wins the maximum.
+# Takes the place of a signal's number if a hook has failed; greater than all numbers, so that it is their maximum.
 HOOK_FAILED = 1000
 
 

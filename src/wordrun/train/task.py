@@ -35,14 +35,14 @@ def task_of(cfg: Config) -> type[Task]:
 
 
 class Task:
-    """The data and the model of a run. The trainer itself knows only batches of examples, and their losses.
+    """The data and the model of a run. The trainer itself handles only batches of examples, and their losses.
 
     Every rank must create one, of the settled config. Subclasses set the attributes.
 
     Args:
         cfg: the settled config.
         world: the ranks.
-        layout: which ranks share what.
+        layout: the layout of the ranks.
         data: what ``open`` returned.
         banner: the warning that ``settle`` returned.
     """
@@ -57,7 +57,7 @@ class Task:
     tokenizer_json: str | None = None
     """The tokenizer, which checkpoints contain; None: there is none."""
     tokens_per_example: int | None = None
-    """None: the examples have no tokens, and nothing about tokens is reported."""
+    """Number of tokens of an example; None: examples have no tokens, and nothing about tokens is reported."""
     flops_per_example: int | None = None
     """Floating-point operations of an example's forward and backward pass; None: unknown."""
 

@@ -54,7 +54,7 @@ class Summary:
     best_metric: str
     """train.best_metric."""
     best_value: float | None
-    """Its best value, which the checkpoint "best" has."""
+    """Best value of ``best_metric``; the checkpoint "best" is from that step."""
     best_step: int | None
     """The step at which that was measured."""
 

@@ -7,9 +7,9 @@ How a checkpoint is written; training waits only for step 1:
 3. When all nodes have done so, they remove the previous checkpoint.
 4. Ranks fetch copies of the shares of the node before theirs.
 
-So at any moment all shares of one checkpoint are in the memory of their own nodes: it does not matter when ranks are
-killed. A node may be lost at any time except during step 4: keeping the previous checkpoint until its end would take a
-third more memory.
+So at any moment, the memory of the nodes holds all shares of one checkpoint, and ranks may be killed at any time. A
+node may be lost at any time except during step 4: keeping the previous checkpoint until then would take a third more
+memory.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from wordrun.dist.collectives import first_text, gather_json
 from wordrun.plan.memory_fit import readable
 from wordrun.train.checkpoint import BackgroundSaves, SaveError
 
-# However a run ends, it waits this long [s] for the checkpoint being written.
+# A run that ends waits at most this long [s] for the checkpoint being written.
 LAST_SAVE_S = 5.0
-# More bytes than any node has, so that everything that is not needed is removed.
+# More bytes than any node has: asking for them removes everything that is not needed.
 ALL = 2**62
 
 
@@ -69,7 +69,7 @@ class MemoryCheckpoints(BackgroundSaves):
         self._own = 0
         """Bytes of the shares of this node's ranks; 0: not known yet."""
         self._lacks = self._lacks_copies = False
-        """Whether the last checkpoint, or its copies, could not be kept; this is warned about once."""
+        """Whether the last checkpoint, or its copies, could not be kept; each is warned about once."""
 
     @property
     def acts(self) -> bool:

@@ -1,8 +1,8 @@
-"""Writes a rank's file of shards in two parts: copying the tensors, for which training waits, and the checksums.
+"""Writes a rank's file of shards in two parts: training waits while the tensors are copied; the checksums follow.
 
-The file has the format of ``shards.write``. It is for a file system in memory: tensors are written straight into it, so
-that there is no other copy in host memory. Writing takes half the time of mapping the file and copying, which has to
-clear its pages first and faults at each.
+The file has the format of ``shards.write``, and is in a file system in memory. Tensors are written directly into it, so
+that host memory holds no second copy. Writing takes half the time of copying into a mapped file, whose pages have to be
+cleared and cause a fault each.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ ROOT = "WORDRUN_SHM"
 NAME = re.compile(r"step-(\d{8,})-[0-9a-f]+-\d+")
 SHARDS = re.compile(re.escape(file_of(0)).replace("00000", r"(\d{5,})"))
 ABANDONED_S = 3600
-"""Checkpoints of other runs that ended so long ago [s], without having removed them, are removed."""
+"""Leftover checkpoints of other runs are removed this long [s] after the run's end."""
 
 
 class NodeMemory:
@@ -127,9 +127,9 @@ class NodeMemory:
         return self.free() + sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def clean(self, needed: int) -> None:
-        """Remove unfinished checkpoints, and what runs that have ended have left here, if it is old.
+        """Remove unfinished checkpoints, and old leftovers of runs that have ended.
 
-        If there is room for fewer bytes than ``needed``, what they have left is removed in any case.
+        If there is room for fewer bytes than ``needed``, all leftovers are removed, however old they are.
         """
         for draft in self.path.glob(".*"):
             shutil.rmtree(draft, ignore_errors=True)

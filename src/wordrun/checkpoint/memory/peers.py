@@ -130,10 +130,10 @@ class NodeGroups:
         """This rank's index among them; the first acts for the node."""
         before = self.ranks[self.here - 1] if len(self.ranks) > 1 else []
         self.sources = before[self.local_index :: len(self.local)]
-        """The ranks on the node before this one whose shares this rank copies."""
+        """The ranks on the previous node whose shares this rank copies."""
 
     def address(self, node: int) -> Any:
-        """Return the address of a rank on another node; this node's ranks take different ones."""
+        """Return the address of a rank on another node; ranks of this node choose different ones, to share the load."""
         ranks = self.ranks[node]
         return self.addresses[ranks[self.local_index % len(ranks)]]
 

@@ -26,7 +26,7 @@ class InMemory:
     holders: Mapping[int, Sequence[int]]
     """For each rank that wrote a share, the nodes that have it."""
     where: str = "memory"
-    """As ``train.run.Elsewhere`` has it."""
+    """See ``train.run.Elsewhere``."""
     _brought: list[Path] = field(default_factory=list)
 
     @property
@@ -85,7 +85,7 @@ def newest(saves: MemoryCheckpoints, record: Mapping[str, Any], least: int) -> t
         least: the step of the newest checkpoint on disk; an older one in memory is of no use.
     """
     world, nodes = saves.world, saves.nodes
-    # Not those of an earlier run in the same directory, or of an earlier launch that a later one did not continue.
+    # Excludes checkpoints of an earlier run in the same directory, and of a launch that a later one did not continue.
     last = record.get("start"), record.get("resumed_from", {}).get("memory")
     start, resumed = dist.broadcast(last, world)
     offers = gather_json(saves.memory.offers() if saves.acts else {}, world.device)

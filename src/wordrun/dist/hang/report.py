@@ -27,7 +27,7 @@ class Answer:
     host: str
     pid: int
     phase: str = ""
-    """What the main thread does, as far as the trainer says."""
+    """What the main thread does, according to the trainer; empty: unknown."""
     step: int | None = None
     """Optimizer steps so far."""
     idle_s: float = 0.0
@@ -47,7 +47,7 @@ class Answer:
     pending: Sequence[Mapping[str, Any]] = ()
     """The collectives that it waits for: group, number in the group (seq), operation (op) and size."""
     last: Mapping[str, int] = field(default_factory=dict)
-    """The number of its last collective in each group."""
+    """The sequence number of its last collective in each group."""
     recent: Sequence[Mapping[str, Any]] = ()
     """Its last collectives, also those that have ended, described as ``pending``."""
 
@@ -129,7 +129,7 @@ def describe(
         world: a rank of the job.
         layout: of the job's ranks, whose coordinates the message names.
         ended: the ranks that have ended with status 0, as far as is known.
-        hangs: whether the job makes no progress; else the ranks have been asked while they work.
+        hangs: whether the job makes no progress; False: the ranks were asked while they work.
     """
     by_rank = {answer.rank: answer for answer in answers}
     gone = [rank for rank in range(world.size) if rank in ended and rank not in by_rank]

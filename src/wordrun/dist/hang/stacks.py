@@ -104,7 +104,7 @@ def mpi_call(stacks: Mapping[str, Stack]) -> str:
 
 
 class Pulse:
-    """Measures for how long the main thread has not run Python, because it is in a call of MPI or of other C code."""
+    """Measures how long the main thread has been in C code, such as a call of MPI, without running Python."""
 
     kept: ClassVar[list[Any]] = []
     """Functions that the interpreter may still call after the watch has ended; they live as long as the process."""
@@ -220,6 +220,6 @@ def ask(pid: int, path: str) -> dict[str, Stack]:
         fd = os.open(path, os.O_RDWR)
         with os.fdopen(fd, "r+") as file:
             text = file.read()
-            file.truncate(0)  # otherwise the process would take it for a request of the user's
+            file.truncate(0)  # otherwise the process would take it for a request by the user
             return parse(text)
     return {}

@@ -51,14 +51,14 @@ class Watch:
         world: this rank.
         folder: where requests, answers and reports go; the same for all ranks, and created when it is needed.
         hang_s: seconds without progress that count as a hang; 0: only answer questions.
-        waits: whether to watch what the main thread waits for, in programs that do not call ``phase`` and ``mark``.
+        waits: whether to watch the main thread for waits, in programs that do not call ``phase`` and ``mark``.
         timeout_s: seconds after which a collective fails; a hang is reported earlier, whatever its limit.
         forced: whether ``hang_s`` also counts for the watches that open before this one is closed (``launch --hang``).
     """
 
     opened: ClassVar[list[Watch]] = []
-    """The watches of this process, from their start to ``close``, the newest last: a notebook may have several
-    trainers. The functions of this module mean the newest."""
+    """The watches of this process that are not closed, the newest last: a notebook may have several trainers. The
+    functions of this module apply to the newest."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Watch:
         self._put_off = -math.inf, -math.inf
         """When a report of the present wait was first and last put off, on the monotonic clock."""
         self._reports = os.environ.get("WORDRUN_STATUS_DIR", "")
-        """The folder in which it is reported which ranks have ended."""
+        """The folder with reports of which ranks have ended."""
         self._tick = min(TICK_S, self.hang_s / 8)
         self._every = max(self._tick, self.world.size / LOOKS_PER_S)
         """Seconds between checks for requests."""
@@ -101,7 +101,7 @@ class Watch:
         self._ended.set()
         if threading.current_thread() is not self._thread:  # in which a trainer may be garbage collected
             self._thread.join(TICK_S)
-        if not self._thread.is_alive():  # otherwise it is about to say something
+        if not self._thread.is_alive():  # otherwise it is about to report something
             self._dump.close()
         if self.opened:
             self.opened[-1]._dump.register()
@@ -298,7 +298,7 @@ class Waits:
     def __init__(self, hang_s: float) -> None:
         self.hang_s = hang_s
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}
-        """How many collectives of each group have begun and ended, and since when these numbers are the same."""
+        """How many collectives of each group have begun and ended, and since when these numbers have not changed."""
         self._call: tuple[Any, float] = None, 0.0
         """The main thread's call of torch.distributed, such as recv, which torch does not count, and since when."""
         self._pulse = stacks.Pulse()
@@ -306,7 +306,7 @@ class Waits:
     def __call__(self) -> float:
         """Return the limit in seconds if the main thread has waited longer than that for other ranks, else 0."""
         now, idle_s = time.monotonic(), self._pulse()
-        # As this keeps the frame, another call has another one.
+        # This keeps the frame alive, so that a later call has a different one.
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None or stacks.IN_TORCH not in frame.f_code.co_filename:
             self._call = None, now

@@ -233,7 +233,7 @@ class LauncherSearch:
         return None, passed_over
 
     def not_found(self, what: str, passed_over: Sequence[str], remedy: str) -> NoLauncherError:
-        """Return the error: what is missing, where it is not, and how to get it, each in a line."""
+        """Return the error: what is missing, where it was looked for, and how to get it, each on a line."""
         asked = f"--launcher {self.wanted}: " if self.wanted else ""
         lines = [
             f"{asked}{what}: none next to this Python or in PATH",

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from wordrun.common import slurm
 from wordrun.launch.launchers.base import LauncherSearch, find_command, own_bin
 
-# An MPI library by its version text, and the types that it supports, the best one first. Builds of MPICH that support
-# PMIx name it among their configure options.
+# MPI libraries by their version texts, and the types that each supports, the best one first. Builds of MPICH that
+# support PMIx name it among their configure options.
 LIBRARIES = (
     (r"CRAY MPICH version \S+", ("cray_shasta", "pmi2")),
     (r"Open MPI v?[\d.]+", ("pmix",)),
     (r"MPICH Version:\s*\S+(?=[\s\S]*--with-pmix)", ("pmix", "pmi2")),
     (r"MPICH Version:\s*\S+|MVAPICH\S* Version\s*:\s*\S+|Intel\(R\) MPI Library \S+", ("pmi2",)),
 )
-# Both print the version text of a library without starting MPI.
+# Programs that print the version text of a library without starting MPI.
 ASK_PYTHON = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 ASK_LIBRARY = """
 import ctypes, sys
@@ -74,7 +74,7 @@ def choose(srun: str, search: LauncherSearch) -> Choice:
 
 
 def _network(kind: str, version: str, env: Mapping[str, str]) -> str:
-    """Return the network library that MPICH has to use with this --mpi type; empty: any, or the user's choice."""
+    """Return the network library that MPICH has to use with this --mpi type; empty: any, or the user has chosen."""
     return slurm.network(version, env) if kind == "pmi2" else ""
 
 
@@ -90,7 +90,7 @@ def _version(command: Sequence[str], env: Mapping[str, str], *, guess: bool) -> 
     Args:
         command: a program that is linked with an MPI library, or a Python program, which loads mpi4py's.
         env: its environment.
-        guess: whether to take any other program, such as a shell script, for one that starts Python.
+        guess: whether to assume that any other program, such as a shell script, starts Python.
     """
     program, _ = find_command(command[0], env["PATH"]) if command else ("", "")
     linked = re.search(r"=> (\S*/libmpi\S*)", _output(["ldd", program], env)) if program else None

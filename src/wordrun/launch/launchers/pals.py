@@ -49,7 +49,7 @@ class PALS(Launcher):
         """Return mpiexec's command line."""
         options, ranks = request.options, request.ranks
         binding = options.cpu_bind or cpu_binding(request.site, ranks.ppn)
-        # Depth is the distance between the first cores of consecutive ranks.
+        # --depth is the distance between the first cores of consecutive ranks.
         depth = ("--depth", str(self.cores_per_rank(request))) if binding == "depth" else ()
         bound = (*depth, "--cpu-bind", binding) if binding else ()
         if not ranks.even and any(each != ranks.ppn for each in ranks.layout[:-1]):

@@ -48,7 +48,7 @@ class Torchrun(Launcher):
         raise NoLauncherError(f"no launcher for {search.np} ranks: {why} ({remedy})", page="launch.md#one-machine")
 
     def send(self, number: int, pid: int, job: Job, step: str) -> None:
-        """Forward a signal; until there are ranks, SIGTERM for SIGINT, which torch's imports may swallow."""
+        """Forward a signal. Until there are ranks, SIGINT becomes SIGTERM, because torch's imports may swallow it."""
         starting = number == signal.SIGINT and not processes.rank_groups(pid, self.daemons)
         super().send(signal.SIGTERM if starting else number, pid, job, step)
 

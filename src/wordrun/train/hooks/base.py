@@ -149,7 +149,7 @@ class Hook:
         They are in ``grad`` of the parameters in ``trainer.backend.parts`` (None: the loss does not depend on the
         parameter), until the end of the step.
         Sharded parameters have sharded gradients. ``trainer.step`` does not include this step yet, because it may be
-        skipped or undone. DeepSpeed, whose engine has the gradients, refuses hooks with this method.
+        skipped or undone. DeepSpeed does not support hooks with this method, because its engine has the gradients.
         """
 
     def accepts_step(self, trainer: Training) -> bool:
@@ -380,9 +380,9 @@ class HookSet(Mapping[str, Hook]):
                     hook.setup(trainer)
 
     def _stored_name(self, name: str, states: Any) -> str:
-        """Return under which name ``states``, of a checkpoint, has a hook; empty: not at all.
+        """Return the name under which a checkpoint's ``states`` have a hook; empty: they do not have it.
 
-        Until 0.1 hooks were stored under the names of their classes.
+        Up to version 0.1, hooks were stored under the names of their classes.
         """
         found = (each for each in (name, type(self[name]).__name__) if isinstance(states, dict) and each in states)
         return next(found, "")

@@ -24,7 +24,7 @@ def check(trainer: Training) -> None:
     for name, hook in trainer.hooks.items():
         try:
             state = hook.state()
-        except Exception:  # it may need what the first step brings; if not, the first checkpoint names it
+        except Exception:  # it may need the first step; if it fails again, saving the first checkpoint reports it
             continue
         try:
             as_json(state)

@@ -19,11 +19,11 @@ from wordrun.dist.collectives import all_max
 from wordrun.train.hooks.base import Hook, Training
 
 WARM, STEPS = 3, 5
-"""Steps that are left out, and steps that are measured after them, without and with compilation."""
+"""Numbers of warm-up steps and of measured steps, each without and with compilation."""
 LEAST_S = 120.0
-"""A run with less time left [s] is not compiled: compiling takes half a minute and saves a fifth of the rest."""
+"""A run with less time left [s] is not compiled: compiling takes half a minute, and saves about a fifth of the rest."""
 FASTER = 0.98
-"""Compiled steps have to take at most this share of the others."""
+"""Compiled steps must take at most this fraction of the time of uncompiled ones."""
 
 
 class Compile(Hook):

@@ -1,4 +1,4 @@
-"""Measures how large the activations of each layer are, and how much they have changed since the first step."""
+"""Measures the size of each layer's activations, and of their change since the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Coordinates(Hook):
         """The activations before the first step."""
 
     def setup(self, trainer: Training) -> None:
-        """Refuse layouts in which no rank has complete activations.
+        """Check that each rank has complete activations.
 
         Raises:
             ConfigError: the model is divided or compiled, or is not one of wordrun's transformers.

@@ -16,7 +16,7 @@ from wordrun.train.hooks.options import LRRangeConfig
 DIVERGED = 4.0
 """The test ends at a loss of this many times the lowest."""
 RECENT = 5
-"""Number of recent losses whose mean tells divergence; also the reach of the smoothed curve, in steps on each side."""
+"""Number of recent losses whose mean shows divergence; also the half-width of the smoothing window, in steps."""
 
 
 class LRRange(Hook):

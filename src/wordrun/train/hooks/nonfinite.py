@@ -17,14 +17,14 @@ from wordrun.dist.collectives import all_max, all_sum
 from wordrun.train import resume
 from wordrun.train.hooks.base import Hook, Training, due
 
-# Per checkpoint: if other data has not helped so far, another attempt will not either.
+# Maximum per checkpoint: if other data has not helped so far, another attempt will not help either.
 MAX_ROLLBACKS = 3
 MAX_SKIPPED = 100
 LEAST_SCALE = 1.0
-"""In fp16, gradients that are still non-finite at a smaller scale of the loss have not overflown: 17 steps after the
-first, as each halves the scale."""
+"""In fp16, if gradients are still non-finite at a smaller loss scale than this, the cause is not overflow. As each
+non-finite step halves the scale, this is reached after 17 steps."""
 FIRST_SCALE = 2.0**16
-"""That of torch's GradScaler."""
+"""The initial scale of torch's GradScaler."""
 
 
 class Nonfinite(Hook):
@@ -85,7 +85,7 @@ def is_finite(trainer: Training, result: StepResult) -> bool:
     if not trainer.cfg.backend.synchronous:
         return bool(torch.isfinite(all_sum(result.grad_norm)))
     if trainer.backend.dtype == torch.float16:
-        # Gradients may overflow while the scaler looks for the largest scale, but not at any.
+        # Gradients may overflow while the scaler searches for the largest possible scale, but not at every scale.
         scale, bad = _scale(trainer), ~result.loss.isfinite()
         if scale is not None and scale < LEAST_SCALE:
             bad |= ~result.grad_norm.isfinite()
@@ -94,7 +94,7 @@ def is_finite(trainer: Training, result: StepResult) -> bool:
 
 
 def _scale(trainer: Training) -> float | None:
-    """Return the scale of this rank's loss after the step, for which it waits; None: it has none, or an engine's."""
+    """Return the loss scale after the step, waiting for the step; None: there is none, or an engine has it."""
     scaler = trainer.backend.scaler
     return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
 
@@ -129,7 +129,7 @@ def _is_first(trainer: Training) -> bool:
     step, scale = trainer.step + 1, _scale(trainer)
     if step == 1 or scale is None:
         return step == 1
-    # If every step so far has halved it; a scale that has underflown does not tell.
+    # Whether every step so far has halved the scale. A scale that has underflown does not show it.
     scale = all_max(torch.tensor(scale, device=trainer.backend.device)).item()
     return 0 < scale <= FIRST_SCALE * 0.5 ** (step + trainer.state.skipped)
 

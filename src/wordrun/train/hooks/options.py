@@ -104,7 +104,7 @@ class StatisticsConfig(HookConfig):
 
 @dataclass
 class CoordinatesConfig(HookConfig):
-    """How large the activations of each layer are, and how much they have changed since the first step.
+    """Size of each layer's activations, and of their change since the first step.
 
     wordrun study coord compares them across widths.
     """

@@ -1,4 +1,4 @@
-"""Whether the states of hooks come back from a checkpoint as they were."""
+"""Checks that the states of hooks can be restored from a checkpoint unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def as_json(state: Any) -> Any:
     """Return ``state``, what a hook's method of this name has returned.
 
     Raises:
-        TypeError: JSON would not give it back; the message names the key.
+        TypeError: JSON would change it or cannot hold it; the message names the key.
     """
     if problem := _problem(state):
         raise TypeError(problem)
@@ -26,7 +26,7 @@ def _problem(state: Any) -> str:
 
 
 def _problem_at(where: str, value: Any) -> str:
-    """Return why JSON would not give back the ``value`` that is ``where``; empty: it would."""
+    """Return why JSON would change, or cannot hold, the ``value`` at ``where``; empty: it keeps it."""
     if value is None or isinstance(value, bool | int | float | str):
         return ""
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Options for the spikes of the training loss, which every run marks."""
+"""The hook that sets the options for spikes of the training loss, which every run marks."""
 
 from __future__ import annotations
 

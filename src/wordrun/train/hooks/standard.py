@@ -53,7 +53,7 @@ class Log(Hook):
     def __init__(self) -> None:
         self._shown_at = float("-inf")
         self._pending: tuple[dict[str, Any], int, float] | None = None
-        """The arguments of ``one_line`` for a line that has not been shown."""
+        """The arguments of ``one_line`` for a line that has not been shown yet."""
         self._start = (0, 0.0)
 
     def at_start(self, trainer: Training) -> None:
@@ -262,11 +262,11 @@ class WithCurve(Progress):
 
 ROWS = 5
 POINTS = 2000
-"""Above this number, neighboring points are averaged."""
+"""Maximum number of points of the curve; above, neighboring points are averaged."""
 MARGIN = 8
 """Columns for the numbers beside the curve."""
 LEAST = (60, 20)
-"""Columns and lines that a terminal must have: on a smaller one, the curve would take the place of the log."""
+"""Columns and lines that a terminal must have: on a smaller one, the curve would leave no room for the log."""
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the dots of a braille character: two columns from the left, each from the top."""
 

@@ -41,7 +41,7 @@ class Statistics(Hook):
         """Sum of squares, number and largest of the activations in each forward pass of this step, by row."""
 
     def setup(self, trainer: Training) -> None:
-        """Agree on the layers of the model, of which the ranks of a pipeline have different ones."""
+        """Collect the names of all layers: the ranks of a pipeline have different ones."""
         mine = list(dict.fromkeys(self._mine(trainer)))
         found = [name for names in gather_json(mine, trainer.backend.device) for name in names]
         self._layers = {name: row for row, name in enumerate(dict.fromkeys(found))}
@@ -87,7 +87,7 @@ class Statistics(Hook):
         return measure
 
     def _add_passes(self, trainer: Training) -> None:
-        """Add the forward passes to the tables, except the one in which a new pipeline learns its shapes."""
+        """Add the forward passes to the tables, except the one that only teaches a new pipeline its shapes."""
         cfg = trainer.cfg
         count = trainer.gas * cfg.backend.microbatches_of(cfg.model.batch_size, trainer.layout.pp)
         for row, passes in self._passes.items():
