@@ -184,6 +184,43 @@ def test_damaged_folders_are_refused_by_name() -> None:
         [found.train[i] for i in range(len(found.train))]
 
 
+def test_splits_are_folders_with_their_names_in_any_case(caplog: pytest.LogCaptureFixture) -> None:
+    data = wordrun.compose(["data=imagefolder", "data.path=pets", "data.size=16"]).data
+    for name in ("Train", "TEST"):
+        folder_of_images(Path("pets", name))
+    Path("pets/__MACOSX/cat").mkdir(parents=True)
+    Path("pets/notes.txt").write_text("Cats and dogs.")
+    Path("pets/TEST/cat/3.gif").write_bytes(b"GIF89a")
+    found = images.imagefolder(data)  # type: ignore[arg-type]
+    assert (len(found.train), len(found.val), found.model["classes"]) == (20, 20, 2)
+    assert caplog.messages[-1] == (
+        "data=imagefolder: read 20 images for training and 20 for validation of 2 classes, validation in TEST, left "
+        "out 2: notes.txt, cat/3.gif"
+    )
+    folder_of_images(Path("pets/Valid"))
+    Path("pets/Valid/cat").rename("pets/Valid/Cats")
+    with pytest.raises(ConfigError, match="the same folders, but only Train has cat and only Valid has Cats"):
+        images.imagefolder(data)  # type: ignore[arg-type]
+    Path("pets/Valid/Cats/0.png").rename("pets/Valid/0.png")
+    with pytest.raises(
+        ConfigError, match="pets: Valid should have a folder of images for each class, as TEST, Train has"
+    ):
+        images.imagefolder(data)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_folders_is_no_class_and_one_of_trains_is() -> None:
+    data = wordrun.compose(["data=imagefolder", "data.path=pets", "data.size=16"]).data
+    folder_of_images(Path("pets"))
+    Path("pets/dog").rename("pets/train")
+    assert images.imagefolder(data).model["classes"] == 2  # type: ignore[arg-type]
+    folder_of_images(Path("pets/more"))
+    with pytest.raises(ConfigError, match=r"more contains only folders \(cat, dog\)"):
+        images.imagefolder(data)  # type: ignore[arg-type]
+    os.mkfifo("pets/pipe.png")
+    with pytest.raises(UserError, match=r"pipe\.png is not an image that can be decoded"):
+        images.Files([("pets/pipe.png", 0)], 16)[0]
+
+
 def test_a_download_that_fails_names_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **options: Any) -> None:
         raise RuntimeError(

@@ -233,6 +233,28 @@ def test_a_pair_that_is_too_long_loses_its_end() -> None:
     assert batch.targets[0].tolist() == [IGNORED] * 20 + [*b"a" * 12]
 
 
+def test_pairs_that_lose_their_answer_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch of them would have no loss."""
+    lengths = [20, 31, 32, 40, 5]  # of the prompts; a sequence is 32 tokens, the first one the end-of-text token
+    pairs = [{"prompt": "p" * n, "answer": "a" * 3} for n in lengths for _ in range(4)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    cfg, corpus = corpus_of("data.val_fraction=0.5")
+    order = order_of_run(cfg, corpus)
+    assert order.per_epoch == 5  # two short ones share a sequence
+    assert (order.batch(0, 5).targets != IGNORED).any(1).all()
+    assert caplog.messages[-1] == (
+        "model.block_size=32 cuts 6 of the 10 pairs for train: 2 lose the end of the answer, and 4, which are left "
+        "out, all of it (the longest prompt has 41 tokens)"
+    )
+
+
+def test_pairs_that_all_lose_their_answer_are_refused() -> None:
+    Path("pairs.jsonl").write_text((json.dumps({"prompt": "p" * 90, "answer": "a"}) + "\n") * 20)
+    cfg, corpus = corpus_of()
+    with pytest.raises(ConfigError, match="block_size=32 leaves no answer of any of the 18 pairs for train: the"):
+        order_of_run(cfg, corpus)
+
+
 @pytest.mark.parametrize(
     ("words", "text", "says"),
     [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import resource
+import struct
 import subprocess
 import sys
 from itertools import pairwise
@@ -24,8 +26,14 @@ from wordrun.data.options import TextConfig
 from wordrun.data.prepare import writer
 from wordrun.data.prepared import open_prepared
 from wordrun.data.shards import Shard, Tokens, examine
+from wordrun.data.tokenizers import from_json
 from wordrun.data.tokenizers.char import ByteTokenizer
-from wordrun.data.tokenizers.options import ByteTokenizerConfig, CharTokenizerConfig
+from wordrun.data.tokenizers.options import (
+    ByteTokenizerConfig,
+    CharTokenizerConfig,
+    GPT2TokenizerConfig,
+    TokenizerConfig,
+)
 from wordrun.dist import World
 
 
@@ -250,19 +258,82 @@ def test_without_a_split_for_validation_the_end_is(tmp_path: Path) -> None:
     assert foreign(tmp_path, val_fraction=0.25) == (list(range(15)), list(range(15, 20)))
 
 
-def test_nanogpts_characters_are_found_beside_its_tokens(tmp_path: Path) -> None:
-    text = "hello there"
-    characters = sorted(set(text))
-    (tmp_path / "input.txt").write_text(text)
-    (tmp_path / "meta.pkl").write_bytes(b"must not be loaded")
+@pytest.mark.parametrize("cfg", [CharTokenizerConfig(), GPT2TokenizerConfig(), ByteTokenizerConfig()])
+@pytest.mark.parametrize("characters", ["".join(sorted({*"hello there"})), "thelo r"])
+def test_nanogpts_characters_are_read_from_meta_pkl(characters: str, cfg: TokenizerConfig, tmp_path: Path) -> None:
+    """Whatever tokenizer is the default, and in the order that the file has."""
     for name in ("train", "val"):
-        np.array([characters.index(c) for c in text], dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+        np.array([characters.index(c) for c in "hello there"], dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    itos = dict(enumerate(characters))
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: n for n, c in itos.items()}}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    words, train, _ = open_foreign(TextConfig("theirs", "shards", path=str(tmp_path)), cfg, World())
+    assert words.decode(train[:]) == "hello there"
+    assert words.vocab_size == len(itos)
+    assert from_json(words.to_json()).decode(train[:]) == "hello there"
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [b"no pickle", *map(pickle.dumps, ({"vocab_size": 3}, {"itos": {0: "word"}}, {"itos": "aa"}, {"itos": Path("a")}))],
+)
+def test_a_meta_pkl_without_characters_is_refused(meta: bytes, tmp_path: Path) -> None:
+    llm_c(tmp_path / "train_0.bin", [1])
+    (tmp_path / "meta.pkl").write_bytes(meta)
+    with pytest.raises(ConfigError, match=r"meta\.pkl is not the vocabulary of characters that nanoGPT saves"):
+        foreign(tmp_path)
+
+
+def test_nanogpts_text_is_found_beside_its_tokens(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("hello there")
+    llm_c(tmp_path / "train_0.bin", [1, 2, 3])
     data = TextConfig("theirs", "shards", path=str(tmp_path))
     words, train, _ = open_foreign(data, CharTokenizerConfig(), World())
-    assert words.decode(train[:]) == text
+    assert words.decode(train[:]) == "eh"  # of " ehlort"; the last token is for validation
     (tmp_path / "input.txt").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer=char is built from text.*meta\.pkl is a pickle.*is not read"):
+    with pytest.raises(ConfigError, match=r"tokenizer=char is built from text.*meta\.pkl or the text as input"):
         open_foreign(data, CharTokenizerConfig(), World())
+
+
+@pytest.mark.parametrize("vocabulary", [2, 65, 50_257, 128_000])
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i8"])
+def test_the_width_of_nanogpts_tokens_is_recognized(dtype: str, vocabulary: int, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(vocabulary).integers(0, min(vocabulary, np.iinfo(dtype).max), 1000)
+    for name in ("train.bin", "VAL.BIN"):
+        tokens.astype(dtype).tofile(tmp_path / name)
+        assert shards.Tokens([shards.examine(tmp_path / name)])[:].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("content", [b"A river, a bridge, and nobody on it.\n" * 50, bytes(range(65)) * 40])
+def test_bytes_are_no_tokens_of_nanogpt(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(content[: len(content) // 2 * 2])
+    assert "holds text or 8-bit tokens" in refusal(tmp_path / "train.bin")
+
+
+def test_megatrons_tokens_have_the_type_of_their_index(tmp_path: Path) -> None:
+    np.array([70_000, 1, 2], "<i4").tofile(tmp_path / "pile_train_text_document.bin")
+    index = tmp_path / "pile_train_text_document.idx"
+    index.write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 1))
+    assert shards.Tokens([shards.examine(index.with_suffix(".bin"))])[:].tolist() == [70_000, 1, 2]
+    index.write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 6, 1, 1))  # float64
+    assert "is not Megatron-LM's index of integer tokens" in refusal(index.with_suffix(".bin"))
+
+
+def test_what_is_beside_shards_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for name in ("interval_Train_0.bin", "validation.bin", "test_0.bin", "more.bin"):
+        llm_c(tmp_path / name, [1, 2])
+    for name in ("a.tar", "data.arrow", "shard.00000.mds", "val.npy.gz", "prepare.py"):
+        (tmp_path / name).write_bytes(b"x")
+    assert foreign(tmp_path) == ([1, 2], [1, 2])
+    assert caplog.messages[-1].startswith(
+        "data=theirs: read 2 files (2 of uint16 tokens), left out 6 files that cannot be used: a.tar (an archive: "
+        "unpack it), data.arrow (an Arrow table: data=hf data.dataset=FOLDER reads it), more.bin (neither train"
+    )
+    (tmp_path / "interval_Train_0.bin").unlink()
+    os.mkfifo(tmp_path / "train.bin")
+    with pytest.raises(ConfigError, match=r"train\.bin is a named pipe"):
+        foreign(tmp_path)
 
 
 def test_a_tokenizer_that_cannot_have_made_the_shards_is_refused(tmp_path: Path) -> None:

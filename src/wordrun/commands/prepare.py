@@ -18,7 +18,7 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.log import LOGGER
 from wordrun.config.compose import compose
 from wordrun.config.schema import Config
-from wordrun.data import manifest, prepared
+from wordrun.data import contents, manifest, prepared
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare import fingerprint, lock, run, writer
 from wordrun.data.prepare.sources import locate
@@ -161,7 +161,7 @@ def report(folder: Path, found: manifest.Manifest) -> None:
         tokens, documents, count = found.tokens(split), found.documents(split), len(getattr(found, split))
         LOGGER.info("%s: %s tokens, %s documents, %d shards", split, f"{tokens:,}", f"{documents:,}", count)
     if found.left_out:
-        LOGGER.info("left out: %s", manifest.few(found.left_out))
+        LOGGER.info("left out: %s", contents.few(found.left_out))
     if found.faults:
         LOGGER.warning("left out %s", manifest.described(found.faults))
     LOGGER.info("tokenizer %s, vocabulary %s", found.settings["tokenizer"]["name"], f"{found.vocab_size:,}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -11,13 +12,12 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from wordrun.common.errors import ConfigError
-from wordrun.data.prepare.sources.base import optional
 
 ROWS = ("jsonl", "json", "csv", "parquet")
 """Types of files whose rows have fields."""
@@ -193,6 +193,18 @@ def _magic(head: bytes) -> str:
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
 
 
+def optional(module: str, user: str) -> Any:
+    """Import an optional dependency that ``user`` needs.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"{user} needs {module.partition('.')[0]}: pip install 'wordrun[hf]'") from None
+
+
 def opened(path: str | Path, packing: str) -> Any:
     """Open a file for reading bytes, decompressed.
 
@@ -247,6 +259,27 @@ def split_of(name: str) -> str | None:
     """Return the split (train, val or test) that a word of ``name`` says, in any case; None: no word, or several."""
     found = {SPLITS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLITS}
     return found.pop() if len(found) == 1 else None
+
+
+def below(folder: str) -> Iterator[Path]:
+    """Yield the files in ``folder`` and below, also in linked folders, and links to folders that are yielded anyway."""
+    seen = {os.path.realpath(folder)}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        inside = [os.path.join(parent, name) for name in sorted(folders) if not is_litter(name)]
+        folders[:] = []
+        for path in sorted(inside, key=os.path.islink):
+            if (real := os.path.realpath(path)) in seen:
+                yield Path(path)
+            else:
+                seen.add(real)
+                folders.append(os.path.basename(path))
+        yield from (Path(parent, name) for name in names if not is_litter(name))
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return a list of up to ``most`` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def described(types: Iterable[str]) -> str:

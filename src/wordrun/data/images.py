@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.files import absolute
+from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.data.contents import SPLITS, below, by_name, few, is_litter
 from wordrun.data.examples import Augment, Splits
 from wordrun.data.options import FakeImagesConfig, ImageFolderConfig, ImagesConfig
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel, for pixels from 0 to 1."""
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp")
-"""Endings of the files of images in a folder."""
 HELD_OUT = 5
 """One in this many of scikit-learn's digits is for validation."""
 
@@ -114,40 +115,105 @@ def imagefolder(data: ImageFolderConfig) -> Splits:
     root = absolute(str(data.path))
     if not root.is_dir():
         raise ConfigError(f"data.path={data.path} is not a folder: name one with a folder of images for each class")
-    parts = [root / name for name in ("train", "val")]
-    if all(part.is_dir() for part in parts):
-        (classes, train), (others, val) = map(listed, parts)
+    train_root, val_root, left_out = _split_folders(root)
+    classes, train, more = listed(train_root)
+    left_out += more
+    if val_root is not None:
+        others, val, more = listed(val_root)
+        left_out += more
         if others != classes:
+            missing, extra = sorted({*classes} - {*others}), sorted({*others} - {*classes})
             raise ConfigError(
-                f"{parts[0]} has the classes {', '.join(classes)}, but {parts[1]} has {', '.join(others)}: both should "
-                "have the same folders"
+                f"{train_root} and {val_root} should have the same folders, but "
+                + " and ".join(
+                    f"only {where} has {few(names)}"
+                    for where, names in ((train_root.name, missing), (val_root.name, extra))
+                    if names
+                )
             )
     else:
-        classes, found = listed(root)
         held_out = round(1 / data.val_fraction)
-        train = [each for i, each in enumerate(found) if i % held_out]
-        val = found[::held_out]
+        train, val = [each for i, each in enumerate(train) if i % held_out], train[::held_out]
+    split = f", validation in {val_root.name}" if val_root is not None else ""
+    read = f"{len(train):,} images for training and {len(val):,} for validation of {len(classes):,} classes{split}"
+    if left_out:
+        LOGGER.warning(
+            "data=%s: read %s, left out %d: %s", data.name, read, len(left_out), few(left_out), extra=FIRST_RANK
+        )
+    else:
+        LOGGER.info("data=%s: read %s", data.name, read, extra=FIRST_RANK)
     augment = shifted_or_flipped if data.augment else None
     shape = (3, data.size, data.size)
     files = Files(train, data.size), Files(val, data.size)
     return splits(files[0], files[1], shape, len(classes), str(root), augment, data.threads)
 
 
-def listed(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
-    """Return the classes in the folder ``root``, and the path and class number of each image.
+def _split_folders(root: Path) -> tuple[Path, Path | None, list[str]]:
+    """Return the folders of the classes for training and for validation (None: there is none), and what is left out.
+
+    The folders in ``root`` are splits by their names (train, val, test and the like) if they contain folders.
+    """
+    splits, flat, others = dict[str, Path](), list[str](), list[str]()
+    for path in sorted(root.iterdir()):
+        split = SPLITS.get(path.name.lower()) if path.is_dir() else None
+        if split and not any(_is_image(each) for each in path.iterdir()):
+            if split in splits:
+                raise ConfigError(f"{splits[split]} and {path} are both for {split}: leave one out")
+            splits[split] = path
+        elif split:
+            flat.append(path.name)
+        elif not is_litter(path.name):
+            others.append(path.name)
+    if not splits:
+        return root, None, []
+    if flat:
+        raise ConfigError(
+            f"data.path={root}: {few(flat)} should have a folder of images for each class, as "
+            f"{few([path.name for path in splits.values()])} has, but has images",
+            page="tasks.md#images",
+        )
+    if "train" not in splits:
+        raise ConfigError(
+            f"data.path={root} has {' and '.join(path.name for path in splits.values())}, but no folder train",
+            page="tasks.md#images",
+        )
+    val = splits.get("val") or splits.get("test")
+    if "val" in splits and "test" in splits:
+        others.append(splits["test"].name)
+    return splits["train"], val, others
+
+
+def _is_image(path: Path) -> bool:
+    return by_name(path.name).type == "image" and not is_litter(path.name)
+
+
+def listed(root: Path) -> tuple[list[str], list[tuple[str, int]], list[str]]:
+    """Return the classes in the folder ``root``, its images with the numbers of their classes, and what is left out.
 
     Raises:
-        ConfigError: it has no folders, or one without images.
+        ConfigError: it has no folders, or one without images, or one that contains only folders.
     """
-    classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and folder.name[:1] != ".")
-    files = {name: sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in SUFFIXES) for name in classes}
-    if not classes or not all(files.values()):
-        empty = ", ".join(name for name, found in files.items() if not found)
-        problem = f"there are none in {empty}" if empty else "it has no folders"
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not is_litter(path.name)]
+    left_out = [path.name for path in sorted(root.iterdir()) if not path.is_dir() and not is_litter(path.name)]
+    found: list[tuple[str, int]] = []
+    problems = [] if folders else ["it has no folders"]
+    for number, folder in enumerate(folders):
+        paths = sorted(below(str(folder)))
+        images = [path for path in paths if _is_image(path)]
+        inside = [path for path in folder.iterdir() if not is_litter(path.name)]
+        if inside and all(path.is_dir() for path in inside):
+            problems.append(f"{folder.name} contains only folders ({few(sorted(path.name for path in inside))})")
+        elif not images:
+            problems.append(f"there are none in {folder.name}")
+        left_out += [str(path.relative_to(root)) for path in paths if not _is_image(path)]
+        found += [(str(path), number) for path in images]
+    if problems:
         raise ConfigError(
-            f"data.path={root} should have a folder of images for each class, but {problem}", page="tasks.md#images"
+            f"data.path={root} should have a folder of images for each class, but {', '.join(problems)}. Folders of "
+            "splits are train, val (valid, validation) and test",
+            page="tasks.md#images",
         )
-    return classes, [(str(path), number) for number, name in enumerate(classes) for path in files[name]]
+    return [folder.name for folder in folders], found, left_out
 
 
 @dataclass(frozen=True)
@@ -170,7 +236,8 @@ class Files:
         path, label = self.files[index]
         image = optional("PIL.Image", "data=imagefolder")
         try:
-            with image.open(path) as file:
+            # Without waiting for a writer, should it be a named pipe.
+            with open(path, "rb", opener=_unblocked) as opened, image.open(opened) as file:
                 factor = self.size / min(file.size)
                 width, height = (max(self.size, round(length * factor)) for length in file.size)
                 left, top = (width - self.size) // 2, (height - self.size) // 2
@@ -181,6 +248,10 @@ class Files:
                 f"data.path: {path} is not an image that can be decoded ({first_line(error)}): repair or replace it"
             ) from None
         return standardized(torch.from_numpy(pixels).permute(2, 0, 1).float() / 255, IMAGENET), label
+
+
+def _unblocked(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def optional(module: str, user: str) -> Any:

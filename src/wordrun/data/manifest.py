@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.data import shards
+from wordrun.data.contents import few
 from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.construction import from_json
@@ -72,12 +73,6 @@ class Manifest:
     def documents(self, split: str) -> int:
         """Return the number of documents that begin in a split."""
         return sum(entry.documents for entry in getattr(self, split))
-
-
-def few(names: Sequence[str], most: int = 3) -> str:
-    """Return a list of up to ``most`` names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def described(faults: Mapping[str, tuple[int, str]]) -> str:

@@ -200,7 +200,7 @@ class ImagesConfig(DataConfig):
 
 @dataclass
 class ImageFolderConfig(ImagesConfig):
-    """A folder of images, with a folder for each class, or with folders train and val of such folders."""
+    """A folder of images, with a folder for each class, or with folders train and val (or test) of such folders."""
 
     name: str = "imagefolder"
     """Name of the dataset; part of the run directory."""
@@ -209,7 +209,7 @@ class ImageFolderConfig(ImagesConfig):
     size: int = 224
     """Height and width in pixels: the shorter side is scaled to it, and the longer one is center-cropped."""
     val_fraction: float = 0.1
-    """Fraction used for validation if there is no folder val: every (1 / val_fraction)-th image."""
+    """Fraction used for validation if there is no folder val or test: every (1 / val_fraction)-th image."""
     threads: int = 4
     """Threads per rank that decode images."""
 

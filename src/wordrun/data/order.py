@@ -239,7 +239,7 @@ def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> PairSequences:
     """Return the sequences of pairs in ``tokens``, a split of the run's corpus.
 
     Raises:
-        ConfigError: the tokenizer has no end-of-text token, which ends an answer.
+        ConfigError: the tokenizer has no end-of-text token, which ends an answer, or no answer is left of any pair.
     """
-    eot = corpus.tokenizer.eot_for("data.kind=pairs")
-    return PairSequences(tokens, cfg.text_model.block_size, eot, several=cfg.text.mask_documents)
+    eot, split = corpus.tokenizer.eot_for("data.kind=pairs"), "train" if tokens is corpus.train else "val"
+    return PairSequences(tokens, cfg.text_model.block_size, eot, several=cfg.text.mask_documents, split=split)

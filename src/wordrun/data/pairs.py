@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wordrun.common.errors import ConfigError
+from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.data.batch import Batch
 from wordrun.data.shards import ANSWER, START, Array, plain
 
@@ -29,9 +31,15 @@ class PairSequences:
         block_size: T, the length of a sequence.
         eot: the end-of-text token, which also pads sequences.
         several: put as many consecutive pairs into a sequence as fit; false: one pair.
+        split: train or val, for messages.
+
+    Pairs of which no predicted token would be left, because the prompt fills the sequence, are left out.
+
+    Raises:
+        ConfigError: these are all pairs.
     """
 
-    def __init__(self, tokens: Array, block_size: int, eot: int, *, several: bool) -> None:
+    def __init__(self, tokens: Array, block_size: int, eot: int, *, several: bool, split: str = "train") -> None:
         self.tokens, self.block_size, self.eot, self.several = tokens, block_size, eot, several
         ends = np.append(_starts(tokens)[1:], len(tokens))
         starts, pair = [], 0
@@ -41,10 +49,38 @@ class PairSequences:
             pair = max(pair + 1, fits)
         self._starts = np.array(starts, dtype=np.int64)
         self._lengths = np.diff(self._starts, append=len(tokens))
-        self._counts = np.full(len(starts), -1, dtype=np.int64)
+        kept = self._with_answer(len(ends), split)
+        self._starts, self._lengths = self._starts[kept], self._lengths[kept]
+        self._counts = np.full(len(self._starts), -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    def _with_answer(self, pairs: int, split: str) -> NDArray[np.bool_]:
+        """Return which sequences have a predicted token, and warn of pairs that lose the end or all of their answer."""
+        kept, prompts = np.full(len(self._starts), True), [0]
+        too_long = np.flatnonzero(self._lengths > self.block_size)
+        for number in too_long.tolist():
+            start, length = int(self._starts[number]), int(self._lengths[number])
+            answer = np.flatnonzero(self.tokens[start + 1 : start + length] & ANSWER)
+            prompts.append(int(answer[0]) + 1 if len(answer) else length)  # with the end-of-text token before it
+            kept[number] = prompts[-1] <= self.block_size
+        cut, block = int((~kept).sum()), f"model.block_size={self.block_size}"
+        longest = f"the longest prompt has {max(prompts):,} tokens"
+        if not kept.any():
+            raise ConfigError(
+                f"{block} leaves no answer of any of the {pairs:,} pairs for {split}: {longest}. Raise "
+                f"model.block_size to more than {max(prompts):,}, or shorten the prompts",
+                page="finetune.md#fine-tune",
+            )
+        if len(too_long):
+            LOGGER.warning(
+                "%s cuts %d of the %d pairs for %s: %d lose the end of the answer, and %d, which are left out, all of "
+                "it (%s)",
+                *(block, len(too_long), pairs, split, len(too_long) - cut, cut, longest),
+                extra=FIRST_RANK,
+            )
+        return kept
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
         """Return an uninitialized batch of ``size`` sequences; the caller sets its ``scale``."""

@@ -2,8 +2,8 @@
 
 Shards have the format of llm.c and modded-nanogpt: 256 little-endian int32 (magic 20240520, version 1, the number of
 tokens, zeros), then the tokens as uint16. Vocabularies above 65,536 use llm.c's Llama 3 format: magic 20240801,
-version 7, then uint32. nanoGPT's ``train.bin`` and ``val.bin`` (uint16 without a header) and .npy files of any integer
-type, as written by the Practical MPI course, can be read too.
+version 7, then uint32. nanoGPT's ``train.bin`` and ``val.bin`` (uint16 without a header), Megatron-LM's .bin with its
+.idx, and .npy files of any integer type, as written by the Practical MPI course, can be read too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """Maps magic and version to the token type."""
 SUFFIXES = (".bin", ".npy")
 NANOGPT = ("train.bin", "val.bin")
+EVIDENCE = 64
+"""Minimum number of 16-bit words that show whether tokens without a header have another width."""
+MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""The type of tokens by its code in an index of Megatron-LM."""
 START, ANSWER = np.uint32(2**31), np.uint32(2**30)
 """Flags in the token ids of pairs: START marks a pair's first token (end-of-text), ANSWER the predicted tokens."""
 MACOS = 10_240
@@ -76,7 +80,8 @@ def examine(path: str | Path, expected: int | None = None) -> Shard:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            shard = _npy(path, file) if path.endswith(".npy") else _bin(path, file.read(4 * HEADER), size)
+            is_array = path.lower().endswith(".npy")
+            shard = _npy(path, file) if is_array else _bin(path, file.read(4 * HEADER), size)
     except OSError as error:
         raise _unreadable(path, error) from None
     needed = shard.offset + shard.count * np.dtype(shard.dtype).itemsize
@@ -100,17 +105,55 @@ def _bin(path: str, head: bytes, size: int) -> Shard:
         if len(words) < HEADER:
             raise ConfigError(f"the shard {path} ends within its header: it was truncated; copy or prepare it again")
         return Shard(path, dtype, 4 * HEADER, int(words[2]))
-    if os.path.basename(path) in NANOGPT:
-        if size % 2 or not size:
+    writer = "Megatron-LM" if (dtype := _megatron(path)) else "nanoGPT"
+    dtype = dtype or (_plain(path, head) if os.path.basename(path).lower() in NANOGPT else None)
+    if dtype is not None:
+        width = np.dtype(dtype).itemsize
+        if size % width or not size:
             raise ConfigError(
-                f"{path} has {size:,} bytes, but nanoGPT's tokens take 2 bytes each: the file was truncated, or does "
-                "not hold tokens"
+                f"{path} has {size:,} bytes, but {writer}'s tokens take {width} bytes each: the file was truncated, or "
+                "does not hold tokens"
             )
-        return Shard(path, "<u2", 0, size // 2)
+        return Shard(path, dtype, 0, size // width)
     raise ConfigError(
         f"{path} is not a shard: it begins with {words[:2].tolist()} instead of a magic number and version "
         f"({' or '.join(map(str, FORMATS))}), and is not named train.bin or val.bin, as nanoGPT's tokens are"
     )
+
+
+def _plain(path: str, head: bytes) -> str:
+    """Return the type of tokens without a header: 16 bits, as nanoGPT writes, if they are not evidently others.
+
+    Raises:
+        ConfigError: they are text or 8-bit tokens.
+    """
+    content = np.frombuffer(head[: len(head) // 8 * 8], np.uint8)
+    short = content.view("<u2")
+    if len(short) < EVIDENCE or not short.any():
+        return "<u2"
+    for dtype in ("<u8", "<u4"):
+        # Of 16-bit tokens, every second one would have to be below 16, or to be 0 if all are.
+        if content.view(dtype).max() < 2**20 and (short.max() >= 16 or not short[1::2].any()):
+            return dtype
+    if content.max() < 128 and np.count_nonzero(content[1::2]) > len(short) // 2:
+        raise ConfigError(
+            f"{path} holds text or 8-bit tokens, but nanoGPT's have 16 bits: read text with data=text, or write the "
+            "tokens with tokens.astype(numpy.uint16).tofile(...)"
+        )
+    return "<u2"
+
+
+def _megatron(path: str) -> str | None:
+    """Return the type of Megatron-LM's tokens, from the index beside them; None: there is none."""
+    index = os.path.splitext(path)[0] + ".idx"
+    if not os.path.isfile(index):
+        return None
+    with open(index, "rb") as file:
+        head = file.read(18)
+    code = head[17] if head.startswith(b"MMIDIDX\0\0") and len(head) == 18 else 0
+    if code not in MEGATRON:
+        raise ConfigError(f"{index}, beside {path}, is not Megatron-LM's index of integer tokens: copy it again")
+    return MEGATRON[code]
 
 
 def _npy(path: str, file: BinaryIO) -> Shard:

@@ -18,16 +18,16 @@ CHUNK = 2**18
 
 
 class CharTokenizer(Tokenizer):
-    """One token per distinct character, in code point order."""
+    """One token per distinct character, in code point order unless ``in_order``."""
 
     kind = "char"
     eot = None
 
-    def __init__(self, characters: str) -> None:
-        self.characters = distinct(characters)
+    def __init__(self, characters: str, *, in_order: bool = False) -> None:
+        self.characters = characters if in_order else distinct(characters)
         self.vocab_size = len(self.characters)
         self._codes = np.frombuffer(self.characters.encode("utf-32-le"), dtype=np.uint32)
-        highest = int(self._codes[-1]) if len(self._codes) else 0
+        highest = int(self._codes.max(initial=0))
         # Maps each code point to its token, or to vocab_size if it has none; the last entry stands for all higher ones.
         self._tokens = np.full(max(highest + 2, 129), self.vocab_size, dtype=np.min_scalar_type(self.vocab_size))
         self._tokens[self._codes] = np.arange(self.vocab_size)
@@ -79,7 +79,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str) -> CharTokenizer:
-        return cls(json.loads(text)["characters"])
+        return cls(json.loads(text)["characters"], in_order=True)
 
 
 class ByteTokenizer(Tokenizer):

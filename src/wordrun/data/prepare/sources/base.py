@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from wordrun.common.errors import ConfigError
 from wordrun.common.files import absolute
@@ -170,15 +169,3 @@ def state_of(paths: Iterable[Path], root: Path) -> str:
             if not os.access(path, os.R_OK):  # the text changes when it becomes readable
                 digest.update(b"unreadable\n")
     return digest.hexdigest()
-
-
-def optional(module: str, user: str) -> Any:
-    """Import an optional dependency that ``user`` needs.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"{user} needs {module.partition('.')[0]}: pip install 'wordrun[hf]'") from None

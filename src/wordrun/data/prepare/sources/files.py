@@ -19,10 +19,9 @@ from typing import IO, Any
 
 from wordrun.common.errors import ConfigError, first_line
 from wordrun.data import contents
-from wordrun.data.contents import DAMAGE, FORMATS, UNKNOWN, UNNAMED, Content, opened
-from wordrun.data.manifest import few
+from wordrun.data.contents import DAMAGE, FORMATS, UNKNOWN, UNNAMED, Content, opened, optional
 from wordrun.data.options import TextConfig
-from wordrun.data.prepare.sources.base import BOM, BadRowError, Document, Source, WorkItem, optional, required
+from wordrun.data.prepare.sources.base import BOM, BadRowError, Document, Source, WorkItem, required
 
 MAX_LINE = 2**20
 """Maximum number of bytes to search for a line break before cutting the text anyway."""
@@ -58,7 +57,7 @@ class FileSource(Source):
         path = str(self.path)
         if os.path.isdir(path):
             paths, what = (
-                list(_below(path)),
+                list(contents.below(path)),
                 "has no .txt, .md, .jsonl, .json, .csv or .parquet: name a folder with some",
             )
         elif glob.has_magic(path) and not os.path.exists(path):
@@ -93,7 +92,7 @@ class FileSource(Source):
 
     def _nothing(self, left_out: list[str]) -> str:
         more = ". data.format=text reads files of any type as text" * any(UNKNOWN in each for each in left_out)
-        return f"data.path={self.path} has no file that can be used: {few(left_out)}{more}"
+        return f"data.path={self.path} has no file that can be used: {contents.few(left_out)}{more}"
 
     @cached_property
     def _contents(self) -> dict[Path, Content]:
@@ -160,21 +159,6 @@ class FileSource(Source):
                 yield Document(field(row, self.data.text_key, where))
             except BadRowError as error:
                 yield error.as_document()
-
-
-def _below(folder: str) -> Iterator[Path]:
-    """Yield the files in ``folder`` and below, also in linked folders, and links to folders that are yielded anyway."""
-    seen = {os.path.realpath(folder)}
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        inside = [os.path.join(parent, name) for name in sorted(folders) if not contents.is_litter(name)]
-        folders[:] = []
-        for path in sorted(inside, key=os.path.islink):
-            if (real := os.path.realpath(path)) in seen:
-                yield Path(path)
-            else:
-                seen.add(real)
-                folders.append(os.path.basename(path))
-        yield from (Path(parent, name) for name in names if not contents.is_litter(name))
 
 
 def _parts(path: Path, content: Content, most: int, data: TextConfig) -> list[Part]:

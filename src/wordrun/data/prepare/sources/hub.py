@@ -11,8 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.data.contents import optional
 from wordrun.data.options import TextConfig
-from wordrun.data.prepare.sources.base import BadRowError, Document, Source, WorkItem, optional, required, state_of
+from wordrun.data.prepare.sources.base import BadRowError, Document, Source, WorkItem, required, state_of
 
 PROBE_S = 5
 """Seconds to wait for an answer from the hub."""
