@@ -1,4 +1,4 @@
-"""Fully sharded data parallel (Zhao et al. 2023; ZeRO-3, Rajbhandari et al. 2020), with tensor parallelism below it."""
+"""Fully sharded data parallel (Zhao et al. 2023; ZeRO-3, Rajbhandari et al. 2020), also of tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ class Splitter:
     def sharded(self) -> bool:
         """Whether ``fully_shard`` is used.
 
-        With one rank along its axes, it would only be 10 % slower. With zero-bubble schedules, it misses the weight
-        gradients that are computed after the activation gradients (torch 2.13).
+        It is not used with one rank along its axes, where it takes 10 % more time for nothing, nor with zero-bubble
+        schedules: it misses weight gradients that are computed after the activation gradients (torch 2.13).
         """
         return self.spec.layout.dp * self.spec.layout.cp > 1 and not self.options.zero_bubble
 

@@ -259,7 +259,7 @@ class GroupValues:
         return found
 
     def tensors(self, names: Mapping[nn.Parameter, str], first: str) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, by its name there.
+        """Return the changed values as a checkpoint's tensors, by name.
 
         Args:
             names: the names of this rank's parameters.
@@ -343,7 +343,7 @@ def _snapshot(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Return ``value`` for JSON.
 
-    The length of a number's text does not depend on its value: ranks whose estimates differ must write equal sizes.
+    Numbers become text of a fixed length: ranks may have different values, but must write files of the same size.
 
     Raises:
         TypeError: it has a type that cannot be restored.

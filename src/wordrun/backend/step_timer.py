@@ -73,7 +73,7 @@ class StepTimer:
         self._kept, self._zero, self._before = [], self._now(), len(self._laps)
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """Return the laps since ``keep``: label, begin and end [s] after it. Stop keeping them; wait for the device."""
+        """Stop keeping laps, wait for the device, and return each lap: label, begin and end [s since ``keep``]."""
         kept, self._kept = [*(self._kept or []), *self._laps[self._before :]], None
         if kept and not self._on_cpu:
             torch.accelerator.synchronize(self.device)

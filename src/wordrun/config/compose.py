@@ -229,7 +229,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
     store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:  # storing takes a seventh of the time of composing
+    if "schema.yaml" not in store.repo:  # once only: storing takes a seventh of the time of composing
         # The base class: Hydra merges the options of any tokenizer into it, but not into those of tokenizer=char.
         store.store(name="schema", node=Config(tokenizer=TokenizerConfig()))
     for plugin in (PartSource, SearchPath):

@@ -147,7 +147,7 @@ def unknown_option(name: str, known: Sequence[str]) -> str:
 
 
 def nearest_option(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean 'x'?" for the option like ``name``, elsewhere or in its section, or what lists them."""
+    """Return "; did you mean 'x'?" for a similar option in any section; without one, the command that lists options."""
     section, _, last = name.rpartition(".")
     inside = [each.rpartition(".")[2] for each in known if section and each.rpartition(".")[0] == section]
     elsewhere = [each for each in known if not inside or each.rpartition(".")[2] == last]

@@ -40,8 +40,8 @@ class Config(Freezable):
     run_dir: str = ""
     """Where the run writes; comes from hydra.run.dir=DIR."""
     secrets: dict[tuple[str, ...], Any] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
-    """Options whose values are those of secret environment variables, such as tracker.mlflow.uri, and what was written
-    for them, such as ${oc.env:API_KEY}, which is what records have."""
+    """Maps each option whose value comes from a secret environment variable to what was written for it, such as
+    ${oc.env:API_KEY}. Records have this text instead of the value."""
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -80,7 +80,7 @@ def schemas(group: str) -> dict[str, Part]:
     found = parts(group)
     if group != "data":
         return found
-    text = found["file"]  # the texts have one schema, of which data.kind is an option
+    text = found["file"]  # all kinds of text share one schema, with data.kind as an option
     return {"text": text, **{name: part for name, part in found.items() if part.declared != text.declared}}
 
 

@@ -28,7 +28,7 @@ from wordrun.dist.world import World
 LOOKS_PER_S = 20_000
 SHORTEST_S = 0.005  # shortest pause between two polls of a rank
 _broadcasts, _agreements = itertools.count(), itertools.count()
-"""Numbers, which are the same on all ranks; not reset, because a store may outlive a group."""
+"""Counters that make keys in the store unique, equal on all ranks; never reset: a store may outlive a group."""
 
 
 def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:

@@ -259,7 +259,7 @@ def _incomplete(env: Mapping[str, str]) -> list[Family]:
     """Return the families that have some of their variables set, but not all that are needed."""
     found = [family for family in FAMILIES if env.get(family.rank) and not family.present(env)]
     plain = [PLAIN] if env.get("RANK") and env.get("WORLD_SIZE") not in (None, "", "1") else []
-    return [family for family in found if not family.in_steps] + plain  # srun's rank is 0 in a job's shell, too
+    return [family for family in found if not family.in_steps] + plain  # a job's shell has rank 0
 
 
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:

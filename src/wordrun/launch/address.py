@@ -54,7 +54,7 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
 
 
 def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str]:
-    """Return the same as ``decide``, with a numeric address if possible: hosts may resolve a name differently."""
+    """Return the same as ``decide``, but with a numeric address if possible: hosts may resolve a name differently."""
     master, why, problem = decide(hosts, site, here, resolve)
     numeric = None if problem else resolve(master)
     if numeric and numeric != master and not numeric.startswith("127."):

@@ -25,7 +25,7 @@ from wordrun.launch.request import Identity
 from wordrun.launch.run_identity import records_folder
 from wordrun.launch.schedulers import SCHEDULERS
 
-# By then the ranks have met, so a port in use is one that the user's program opened.
+# After this long, the ranks have met: a port in use is then one that the user's program opens.
 MEETING_S = 600.0
 
 

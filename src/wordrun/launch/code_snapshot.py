@@ -1,4 +1,4 @@
-"""The copy of the code that a submitted job runs, so that editing the code while the job waits changes nothing.
+"""Copies the code for a submitted job, so that edits while the job waits do not affect it.
 
 The job runs in a folder with copies of the project's files. Everything else in their folders (files that git ignores,
 outputs/, Python environments) is a link to the original, so that relative paths work as before.
@@ -20,9 +20,9 @@ from wordrun.launch.messages import say
 
 # An untracked file above this size [bytes] is more likely data than code.
 LARGEST_UNTRACKED = 10e6
-# Most bytes of all copied files.
+# Maximum total size of the copied files [bytes].
 LARGEST = 500e6
-# A folder without git and with more files than this is not a project, but perhaps a home.
+# A folder without git and with more files than this is not a project; it may be a home directory.
 MOST_FILES = 20_000
 # What is copied from a folder without git.
 CODE = (
@@ -107,7 +107,7 @@ def take_snapshot(folder: str, cwd: str, wordrun: str, env: Mapping[str, str]) -
 
 
 def describe(snapshot: CodeSnapshot | None) -> str:
-    """Return which code a job runs, for people to read."""
+    """Return which code a job runs, as text."""
     if snapshot is None:
         return "code: as it is when the job starts"
     untracked = snapshot.facts["untracked"]
@@ -250,7 +250,7 @@ def _source(moved: str, origin: str) -> str:
 def _with_conf(root: str) -> str:
     """Return wordrun's source folder in a copy of its checkout, after completing the package with its conf/.
 
-    In the checkout, the finder of the editable installation knows where conf/ is; it would find the original.
+    In a checkout, the editable installation maps conf/ into the package, and it would find the original conf/.
     """
     conf = os.path.join(root, "src", "wordrun", "conf")
     if not os.path.lexists(conf):

@@ -17,8 +17,8 @@ from wordrun.common.files import read_proc
 from wordrun.launch import processes
 from wordrun.launch.plan import LaunchPlan
 
-# Seconds between samples. Ranks of a short program may be connected for a moment only, so the first ones are dense, and
-# denser once a rank has loaded torch.
+# Seconds between samples. Ranks of a short program may be connected only for a moment, so the first samples are close
+# together, and closer still once a rank has loaded torch.
 FIRST_S, TORCH_S, LATER_S, DENSE_S = 0.05, 0.01, 2.0, 30.0
 LIBRARIES = re.compile(r"/((?:libtorch_python|libmpi\w*)\.so(?:\.\d+)?)")
 # Reading the kernel's table of connections takes milliseconds. Once ranks have a library that may connect them, the
@@ -86,7 +86,7 @@ class ConnectionWatch:
             return ""
         np, launcher = self.plan.ranks.np, self.plan.launcher.name
         said, times = f"the {np} ranks never connected to each other", f"ran {np} times, separately"
-        if is_started:  # its messages leave no trace, and some frameworks load it without using it
+        if is_started:  # MPI's messages leave no trace, and some frameworks load MPI without using it
             said += f": unless COMMAND exchanges data by MPI itself, it {times}"
         else:
             said += f", so COMMAND {times}"

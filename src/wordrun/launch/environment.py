@@ -105,9 +105,9 @@ def _meeting(request: Request) -> dict[str, Setting]:
         "WORDRUN_WORLD_SIZE": (str(ranks.np), ""),
         "WORDRUN_LAYOUT": (compact_counts(ranks.layout), ""),
         "WORDRUN_LAUNCH_RECORD": (decided.path("json"), ""),
-        # Ranks that see no device then do not train on CPUs unnoticed.
+        # With this variable, ranks that see no device stop, instead of training on CPUs unnoticed.
         **({"WORDRUN_DEVICES": (counted, "")} if request.devices else {}),
-        # The names are informational, and ten thousand of them would not fit into a variable.
+        # Host names are informational; ten thousand of them would not fit into a variable.
         **({"WORDRUN_HOSTS": (hosts, "")} if len(hosts) <= LONGEST else {}),
         **({"WORDRUN_RESUME": ("auto", decided.run.resume)} if decided.run.resume else {}),
     }
@@ -128,7 +128,7 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         # The others are for MPICH; in a scheduler's job they would hide the fabric from UCX and libfabric.
         networks = ["GLOO_SOCKET_IFNAME", *(FOR_MPICH if request.job.is_local else ())]
         if request.job.is_local and not (request.options.hostfile or request.options.launcher_args):
-            networks += launcher.interface_variables  # hosts of the user's own may be others
+            networks += launcher.interface_variables  # a hostfile's hosts may be other machines
         for name in networks:
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")

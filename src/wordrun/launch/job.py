@@ -125,7 +125,7 @@ class Job:
         return "this machine" if self.is_local else f"{self.scheduler.upper()} job {self.id}"
 
     def bounded(self, cores: tuple[int, ...], why: str) -> Job:
-        """Return this job with at most so many threads on each host, because of ``why``."""
+        """Return this job with at most ``cores`` threads on each host, because of ``why``."""
         if all(most <= bound for most, bound in zip(self.threads, cores, strict=True)):
             return self
         return replace(self, granted=tuple(map(min, self.threads, cores)), reasons={**self.reasons, "threads": why})

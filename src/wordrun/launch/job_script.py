@@ -16,7 +16,7 @@ from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
 from wordrun.launch.walltime import default_margin
 
-# A Python in these folders is not an environment. First in PATH, it would hide what a site's modules provide.
+# A Python in these folders is the system's, not an environment. First in PATH, it would hide a site's modules.
 SYSTEM = ("/usr", "/usr/local")
 # Variables of the submitting shell that a job needs, too; secrets are never among them. FOLDERS have paths as values.
 FOLDERS = ("WORDRUN_DATA_HOME", "HF_HOME", "TIKTOKEN_CACHE_DIR", "WANDB_DIR")

@@ -1,4 +1,4 @@
-"""How many ranks fit on this machine, and what a site and its queues allow, checked before a job is submitted."""
+"""Checks how many ranks fit on this machine, and before a job is submitted, what a site and its queues allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wordrun.launch.schedulers.base import Scheduler, node_count
 from wordrun.launch.site import Site
 from wordrun.launch.walltime import seconds
 
-# More ranks per core than this would spend their time waiting for each other.
+# With more ranks per core than this, ranks would spend most of their time waiting for each other.
 PER_CORE = 8
 # What a rank needs to import torch and join the others.
 RANK_BYTES = 400e6
@@ -103,7 +103,7 @@ def too_many(options: Options, site: Site, points: int = 1) -> str:
 
 
 def check_points(options: Options, site: Site, points: int, remedy: str) -> None:
-    """Refuse to submit more points as jobs than the queue takes, before the first is submitted.
+    """Check, before the first job is submitted, that the queue takes as many jobs as there are ``points``.
 
     Raises:
         ConfigError: names the queue, its limit and ``remedy``.

@@ -1,4 +1,4 @@
-"""What launch says on a login node, where it can start processes, but has no job's nodes to start them on."""
+"""Messages on a login node, where launch can start processes, but has no job's nodes to start them on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGIN = r"login|\buan"
 
 
 def login_note(options: Options, job: Job, host: str, env: Mapping[str, str]) -> str:
-    """Return a note if processes are about to start on a login node; empty: it is none, or the user has chosen so."""
+    """Return a note if processes would start on a login node; empty: it is not one, or the user has chosen this."""
     if not _may_be(options, job) or not re.search(LOGIN, host):
         return ""
     site, scheduler = _find(options, host, env)
@@ -29,7 +29,7 @@ def login_note(options: Options, job: Job, host: str, env: Mapping[str, str]) ->
 
 
 def refuse_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) -> None:
-    """Refuse more nodes than there are without a job.
+    """Check that no more nodes are requested than this machine, if there is no job.
 
     Raises:
         ConfigError: there is a scheduler; the message says how to get the nodes from it.

@@ -1,4 +1,4 @@
-"""What launch itself says on stderr."""
+"""Messages of launch itself on stderr."""
 
 from __future__ import annotations
 

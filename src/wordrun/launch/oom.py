@@ -21,8 +21,8 @@ FIRST_NAMESPACE = "pid:[4026531836]"
 class OomWatch:
     """Compares the kernel's counts of processes killed for memory on this host with those at its creation.
 
-    It reads the counts of this process's control group and, in SLURM, of all groups of the job. Where there are none
-    (not Linux, or an old kernel), nothing is known.
+    It reads the counts of this process's control group and, in SLURM, of all groups of the job. Without such counts
+    (another system than Linux, or an old kernel), nothing is known.
     """
 
     def __init__(self, root: str = "/") -> None:

@@ -1,4 +1,4 @@
-"""The options of ``launch``, as ``parser`` reads them, and what they say about the command."""
+"""The options of ``launch``, as ``parser`` reads them, and what kind of command they start."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Output:
     folded: list[str] = field(default_factory=list)
     """Lines that were not shown."""
     quiet: bool = False
-    """Whether ``launch`` has said what happened; from then on, the launcher's own lines are not shown."""
+    """Whether ``launch`` has reported what happened; from then on, the launcher's own lines are not shown."""
     report: bytes = b""
     """The launcher's own stdout, such as MPICH's account of a failure, which is shown at the end or not at all."""
     interrupted: bool = False
@@ -110,9 +110,9 @@ class Output:
     reports: list[tuple[str, str]] = field(default_factory=list)
     """What those lines say: the name of the file that could not be written, and its contents."""
     names_kill: bool = False
-    """The launcher has written such a line."""
+    """Whether the launcher has written a line that matches ``killed``."""
     lost: str = ""
-    """Why output could not be written, such as a full disk; empty: it could, or its reader has gone."""
+    """Why output could not be written, such as a full disk; empty: there was no error except a reader that has gone."""
     stuck: dict[int, bytearray] = field(default_factory=dict)
     """What could not be written yet to our stdout (1) or stderr (2), because the reader, such as a pager, is paused."""
     wrote: dict[int, float] = field(default_factory=lambda: {1: 0.0, 2: 0.0})
@@ -179,7 +179,7 @@ class Output:
     def forward_partial(self, *, at_once: bool = False) -> bool:
         """Forward incomplete lines that have waited long enough; return whether others still wait."""
         waiting = False
-        # Perhaps the end of such a line has arrived, if this process had to wait for a core.
+        # If this process had to wait for a core, the end of such a line may have arrived meanwhile.
         unread = set() if at_once else {key.fd for key, _ in self.selector.select(0)}
         for pipe in self._open_pipes():
             now, since = time.monotonic(), pipe.since
@@ -202,7 +202,7 @@ class Output:
         """Forward the rest and close all pipes.
 
         Args:
-            patience_s: wait this long for whoever reads it; None: until it is read, or a signal arrives.
+            patience_s: wait at most this long for our output to be read; None: until it is read, or a signal arrives.
         """
         self.drain()
         self._look_for_kill(self.report)

@@ -26,7 +26,7 @@ from wordrun.launch.run_identity import choose_run, file_name, records_folder
 from wordrun.launch.schedulers import SCHEDULERS, find_job
 from wordrun.launch.site import UNKNOWN, Site
 
-# Variables of a process, a host or Open MPI itself, which are not forwarded to other hosts.
+# Variables that describe a process, a host or Open MPI itself, and are not forwarded to other hosts.
 NOT_FORWARDED = re.compile(r"_|PWD|OLDPWD|SHLVL|HOSTNAME|(OMPI|OPAL|PMIX|PRTE)_.*")
 # Variables that rank_env.sh cannot pass on: dash drops those whose names are no identifiers, such as bash's exported
 # functions; the others in this expression are set by shells themselves.

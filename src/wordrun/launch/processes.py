@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from wordrun.common.files import read_proc
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# A process that dumps core may take longer to exit, but has printed its stacks by then.
+# By then, a process has printed its stacks, even if it takes longer to dump core.
 ABORT_S = 1.0
 
 

@@ -19,7 +19,7 @@ StartLauncher = Callable[[LaunchPlan, Mapping[str, str]], subprocess.Popen[bytes
 
 @dataclass
 class RankControl:
-    """Reaches ranks that the launcher has started. Subclasses reach those of another ``RankStarter``."""
+    """Controls ranks that the launcher has started. Subclasses control those of another ``RankStarter``."""
 
     plan: LaunchPlan
     retries: Retries
@@ -85,7 +85,7 @@ class RankControl:
         """Restart no ranks from now on: the launch is being stopped."""
 
     def kill(self) -> None:
-        """Kill the ranks, as far as that does not happen by killing the launcher."""
+        """Kill those ranks that do not die with the launcher."""
 
     def finish(self) -> None:
         """Release all resources: the launcher has ended."""

@@ -1,4 +1,4 @@
-"""How the ranks are started: by the launcher, or by a process on each node, if an option such as --elastic says so."""
+"""How the ranks are started: by the launcher or, with an option such as --elastic, by a process on each node."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""``--retries``: whether a launch that has failed is worth another attempt.
+"""``--retries``: decides whether a failed launch is worth another attempt.
 
-A fault is a failure that a relaunch can cure: in nodes, network or launcher, never in the user's program. In a series
-of runs at ALCF, 63 jobs were relaunched after arbitrary failures; 7 relaunches helped, and the others repeated the
-error. So only two kinds of failures count as faults: those that a launcher reports, and ranks killed by a signal.
+A fault is a failure that a relaunch can cure: of nodes, network or launcher, never of the user's program. In a series
+of runs at ALCF, 63 jobs were relaunched after arbitrary failures: 7 relaunches helped, the others repeated the error.
+So only two kinds of failures count as faults: those that a launcher reports, and ranks killed by a signal.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Outcome:
 
 @dataclass
 class Retries:
-    """The relaunches that are left, and the kills after which the ranks were restarted."""
+    """Counts the restarts that are left, and keeps the kills after which ranks were restarted."""
 
     left: int = 0
     """How many times ranks may still be restarted."""
@@ -94,7 +94,7 @@ class Retries:
     """Why another launch would not help."""
 
     def after_kill(self, outcome: Outcome, record: str) -> Fault | None:
-        """Return the fault if something was killed, and neither for memory nor for the second time at the same step.
+        """Return the fault if a process was killed, but not for memory, and not twice at the same step.
 
         Args:
             outcome: how the launch ended.

@@ -124,7 +124,7 @@ def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool)
     killed_status = job.plan.launcher.killed_status
     if status not in (0, REQUEUE) and not stopped:
         if not (job.failed or job.idle) and job.output.names_kill:
-            status = killed_status  # which the launcher returns when its cleaning up succeeds
+            status = killed_status  # the status that the launcher returns if its cleanup succeeds
         rank = job.failed.rank if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or job.control.memory
         say(memory, "plan.md#before-every-run")
@@ -256,7 +256,7 @@ def _watch(job: Supervisor, arrived: int) -> int:
                 output.pump(key.data)
                 last_output = time.monotonic()
         if output.stuck:
-            last_output = time.monotonic()  # the ranks may be waiting for it
+            last_output = time.monotonic()  # the ranks may be waiting for our output to be read
         waiting = output.forward_partial()
         job.notice(processes.reap())
         if job.returned is not None:

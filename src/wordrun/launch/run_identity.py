@@ -1,4 +1,4 @@
-"""Which run a launch belongs to, a new one or one that it continues, and where the records of launches are."""
+"""Decides which run a launch begins or continues, and where the records of launches are."""
 
 from __future__ import annotations
 

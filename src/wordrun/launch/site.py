@@ -53,7 +53,7 @@ class Site:
     proxies: Mapping[str, str] = field(default_factory=dict)
     """Variables through which compute nodes reach the internet."""
     internet: bool = True
-    """Whether compute nodes reach the internet at all; if not, W&B records offline."""
+    """Whether compute nodes can reach the internet; if not, W&B records offline."""
     modules: tuple[str, ...] = ()
     """Shell lines that load torch and MPI, for setup_python."""
     submit: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Site:
     default_queue: str = ""
     """The queue of jobs that name none; empty: unknown."""
     all_queues: bool = False
-    """Whether ``queues`` has all of them: then a name that resembles one of them is refused."""
+    """Whether ``queues`` lists all queues: then an unknown name that resembles one of them is an error."""
 
     @property
     def internet_access(self) -> str:

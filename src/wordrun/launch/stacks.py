@@ -9,7 +9,7 @@ from pathlib import Path
 from wordrun.common import stack_requests
 from wordrun.common.errors import ConfigError, UserError
 
-# Ranks look for requests at least this often, and wait for each other's answers as long again.
+# Ranks look for requests at least this often [s], and wait for each other's answers equally long.
 PATIENCE_S = 90.0
 
 

@@ -20,9 +20,9 @@ from wordrun.launch.plan import LaunchPlan
 
 READ = 65536
 REMEDY = "let it read a file, or launch in a folder that all hosts share and on rank 0's host"
-# So many files of about this size wait for rank 0 at a time.
+# At most this many files, of about this size, wait for rank 0 at a time.
 FILES, FILE_BYTES = 16, 1_000_000
-# How often to look for them, and whether launch is in the foreground, where it may read its terminal [s].
+# How often to look for files that were read, and whether launch is in the foreground and may read its terminal [s].
 LOOK_S = 0.1
 # How long the end of a launch waits for this thread [s].
 PATIENCE_S = 1.0
@@ -74,7 +74,7 @@ class Stdin(threading.Thread):
                 os.close(sink)
 
     def close(self) -> str:
-        """Stop forwarding; return a message if there was input that rank 0 was never there to read (empty: no)."""
+        """Stop forwarding; return a message if there was input, but never a rank 0 to read it; empty: no problem."""
         reached = self._reached or os.path.exists(f"{self.path}.seen")
         os.close(self._close)
         end = time.monotonic() + PATIENCE_S
@@ -142,7 +142,7 @@ class Stdin(threading.Thread):
 
 
 def forward(plan: LaunchPlan, folder: str) -> Stdin | None:
-    """Start to forward stdin to rank 0 of ``plan``; return None if its launcher, or nobody, has to.
+    """Start to forward stdin to rank 0 of ``plan``; return None if its launcher does this, or there is no need.
 
     Args:
         plan: what is started.

@@ -29,7 +29,7 @@ from wordrun.launch.site import Site
 
 
 class SubmitError(UserError):
-    """The scheduler refused the job."""
+    """The scheduler rejected the job."""
 
     exit_status = 2
     page = "launch.md#submit"
@@ -67,7 +67,7 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
     """Submit the script ``chain`` times, each job dependent on the one before it; return the jobs' ids.
 
     Raises:
-        SubmitError: the scheduler refuses the job; the message includes its output.
+        SubmitError: the scheduler rejects the job; the message includes its output.
     """
     jobs: list[str] = []
     for _ in range(chain):
@@ -94,7 +94,7 @@ class Submission:
     scheduler: Scheduler
     run_id: str
     path: str
-    """Of the script."""
+    """Path of the script."""
     text: str
     jobs: list[str]
     snapshot: CodeSnapshot | None
@@ -144,12 +144,12 @@ def send(options: Options, run_id: str = "", snapshot: CodeSnapshot | None = Non
     """
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
     scheduler = scheduler_of(options, site)
-    # In the job, a file of the user's own may be neither found by its name nor recognize the host.
+    # In the job, a user's site file might not be found by its name, and might not recognize the host.
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
     origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", snapshot, os.environ)
-    warning = "" if run_id else limits.doubt(options, site)  # those of a sweep's points have been told once
+    warning = "" if run_id else limits.doubt(options, site)  # a sweep has warned once for all its points
     run_id = run_id or exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
     say(warning)

@@ -31,7 +31,7 @@ STOP_PATIENCE_S = 30.0
 JOB_PATIENCE_S = 600.0
 # After one rank has failed, the others get this long to exit, and as long again after SIGTERM.
 FAILURE_PATIENCE_S = 4.0
-# A rank's last lines may arrive this much later than its exit status.
+# A rank's last lines may arrive up to this much later than its exit status [s].
 LAST_LINES_S = 2.0
 # On a file system that other hosts write to, their last reports may appear this much later.
 REPORTS_S = 5.0
@@ -42,7 +42,7 @@ EXIT_STATUS_PAGE = "launch.md#exit-status-and-signals"
 
 
 class Deadline:
-    """What is done unless the job ends in time. A new deadline replaces the one before it."""
+    """An action that is due unless the job ends in time. A new deadline replaces the previous one."""
 
     def __init__(self) -> None:
         self._at = float("inf")
@@ -57,7 +57,7 @@ class Deadline:
         self._at = float("inf")
 
     def look(self) -> None:
-        """Call what is due."""
+        """Call the action if it is due."""
         if time.monotonic() > self._at:
             self._then()
 
@@ -103,7 +103,7 @@ class EndReports:
     """The reports on how ranks have ended: files in a folder and, of hosts without the folder, lines in the output."""
 
     folder: str
-    """Empty: nobody reports."""
+    """The folder with the reports; empty: there are no reports."""
     output: Output
 
     def failures(self) -> list[tuple[int, int, int, str]]:
@@ -148,14 +148,14 @@ class EndReports:
         return found
 
     def refresh(self) -> None:
-        """Make a client of NFS list the folder anew, which it does after it has changed the folder."""
+        """Make an NFS client list the folder anew, by a change in it."""
         with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=self.folder):
             pass
 
 
 @dataclass
 class Supervisor:
-    """A running launch: how it stands, and what is done about it."""
+    """A running launch: its state, and the reactions to events."""
 
     plan: LaunchPlan
     child: subprocess.Popen[bytes]
@@ -169,9 +169,9 @@ class Supervisor:
     saved: bool = False
     """A rank has reported that the run has saved and can be resumed."""
     ends_others: bool = False
-    """launch has sent SIGTERM because a rank has failed. The others cannot have saved, whatever they report."""
+    """Whether launch has sent SIGTERM because a rank failed: the others cannot have saved, whatever they report."""
     incomplete: bool = False
-    """The launcher has returned 0, but there are ranks that have not ended by themselves, or had not finished."""
+    """Whether the launcher has returned 0 although ranks have not ended by themselves, or had not finished."""
     failed: RankFailure | None = None
     failure: str = ""
     """What has failed, for messages and the record: a rank, or the ranks that have not ended by themselves."""
@@ -274,7 +274,7 @@ class Supervisor:
 
     @property
     def died_of_input(self) -> bool:
-        """Whether SIGPIPE has killed the launcher as it forwarded its input, perhaps when the ranks had ended."""
+        """Whether SIGPIPE killed the launcher while it forwarded stdin, perhaps after the ranks had ended."""
         return self.plan.launcher.may_die_of_input and self.child.returncode == -signal.SIGPIPE
 
     def look_for_missing(self) -> None:
@@ -303,7 +303,7 @@ class Supervisor:
             say(self.failure, EXIT_STATUS_PAGE)
 
     def explain(self, status: int) -> None:
-        """Repeat the last lines of the first rank to fail, if other output has followed them.
+        """Repeat the last lines of the first rank that failed, if other output has followed them.
 
         If no rank reported a failure, show what the launcher said about it.
         """

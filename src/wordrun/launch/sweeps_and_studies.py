@@ -77,9 +77,9 @@ def _with_launch(words: list[str], passed: Sequence[str]) -> list[str]:
 
 
 def for_points(options: Options) -> Options:
-    """Return ``options`` without those that say how large the job is: a point has a size of its own.
+    """Return ``options`` without the size of the job, since points have their own size.
 
-    The number of ranks per node also holds for points that are so many nodes.
+    The number of ranks per node is kept for points whose size is a number of nodes.
     """
     own = {word.lstrip("+").partition("=")[0] for word in options.command}
     by_nodes = "--nodes" in own if options.studies else "hydra.launcher.nodes" in own
@@ -88,7 +88,7 @@ def for_points(options: Options) -> Options:
 
 
 def note(options: Options) -> str:
-    """Return which options of a submission do not hold for the points, if that may not be expected; empty: none."""
+    """Return a note about options of a submission that surprisingly do not apply to the points; empty: none."""
     given = [f"{name} {value}" for name, value in (("-n", options.np), ("--ppn", options.ppn)) if value]
     if not options.launches_points or options.command_name == "sweep" or not given:
         return ""

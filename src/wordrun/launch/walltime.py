@@ -41,7 +41,7 @@ def default_margin(options: Options) -> float | None:
 class WalltimeWarning:
     """The moment at which the ranks of a running launch have to be warned.
 
-    A thread finds out when that is, because the scheduler may be slow to answer.
+    A thread asks the scheduler for the time limit, because the answer may be slow.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class WalltimeWarning:
         self._asking: threading.Thread | None = None
 
     def begin(self, ask: Callable[[], float | None], margin_s: float, is_running: Callable[[], bool]) -> None:
-        """Find out the moment.
+        """Find out the moment, in a thread.
 
         Args:
             ask: returns when the walltime ends, in seconds since 1970; None: unknown.

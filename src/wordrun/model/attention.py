@@ -275,7 +275,7 @@ def _block_mask(documents: Tensor, span: int) -> BlockMask:
     padded = documents[:, torch.arange(n * BLOCK, device=device).clamp(max=T - 1)]
     low, high = torch.aminmax(padded.view(-1, n, BLOCK), dim=-1)
     number = torch.arange(n, device=device)
-    ahead = (number[:, None] - number) * BLOCK  # of the first query to the first key; in a block, they differ by less
+    ahead = (number[:, None] - number) * BLOCK  # how far a block's first query is ahead of a block's first key
     shares = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
     some = shares & (ahead >= 0) & (ahead - BLOCK + 1 < span)
     alike = (low == high)[:, :, None] & (low == high)[:, None, :]
@@ -290,6 +290,6 @@ def _block_mask(documents: Tensor, span: int) -> BlockMask:
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of each row of ``blocks`` (B, n, n) are True, (B, 1, n), and the order that puts these first."""
+    """Return the number of True values per row of ``blocks`` (B, n, n), (B, 1, n), and an order with them first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

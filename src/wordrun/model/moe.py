@@ -42,7 +42,7 @@ class SharedState:
 
     def __init__(self) -> None:
         self.routed = MoE.routed
-        """The function, possibly excluded from compilation; the same for all blocks, which share compiled code."""
+        """``MoE.routed``, perhaps excluded from compilation; the same for all blocks, which share compiled code."""
 
     def divide_sequences(self, context: Context) -> None:
         """Balance the loads of sequences that are divided among the ranks of ``context``."""
@@ -156,7 +156,7 @@ class Router(nn.Module):
             scores: (B, T, E).
             counts: tokens of each expert, (B, E).
         """
-        if self.shared_state.context:  # scores of other ranks' tokens have their gradients there
+        if self.shared_state.context:  # gradients of other ranks' scores are computed on those ranks
             counts = self.shared_state.context.mean(counts.float())
         load = counts / counts.float().mean(-1, keepdim=True)
         share = (scores / scores.sum(-1, keepdim=True)).mean(1)

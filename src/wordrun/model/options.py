@@ -96,7 +96,7 @@ class TransformerConfig(TextModelConfig):
     """Maximal update parametrization (Yang et al. 2022): scale initial values, learning rates, logits and attention
     with the width, so that the best learning rate of a narrow model is also that of a wide one."""
     mup_base_width: int | None = None
-    """n_embd at which mup changes nothing: that of the model for which the learning rate was chosen; null: 128."""
+    """n_embd of the model for which the learning rate was tuned, at which mup changes nothing; null: 128."""
     mup_base_head_size: int | None = None
     """Elements of an attention head at that width; null: as many heads as here, unless head_size or depth sets their
     size."""
@@ -204,7 +204,8 @@ class LlamaConfig(TransformerConfig):
     rope_theta: float = 10000.0
     """Base of the rotary position embedding; larger values give slower rotations."""
     rope_factor: float = 1.0
-    """Llama 3.1's scaling for long contexts: slow rotations longer than 8,192 tokens by this factor; 1: no scaling."""
+    """Llama 3.1's scaling for long contexts: slow down rotations with periods above 8,192 tokens by this factor; 1: no
+    scaling."""
     norm_eps: float = 1e-5
     """Epsilon of RMSNorm."""
     tie: bool = False
@@ -341,10 +342,10 @@ class ModernConfig(LlamaConfig):
     name: str = "modern"
     """Name of the preset; part of the run directory."""
     depth: int | None = None
-    """Number of blocks, from which others follow as in nanochat: n_embd = 64 depth (rounded up to a multiple of 128),
-    heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a power of two, then to whole
-    micro-steps), and with optimizer=muon the learning rates 0.004 sqrt(768 / n_embd). Each applies unless it is set by
-    itself. null: 4 blocks, 4 heads, n_embd=128."""
+    """Number of blocks. As in nanochat, it also sets these options, unless they are set explicitly: n_embd = 64 depth
+    (rounded up to a multiple of 128), heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a
+    power of two, then to whole micro-steps), and with optimizer=muon learning rates of 0.004 sqrt(768 / n_embd). null:
+    4 blocks, 4 heads, n_embd=128."""
     n_layer: int = 0
     """Number of transformer blocks; 0: depth."""
     n_head: int = 0
@@ -354,8 +355,8 @@ class ModernConfig(LlamaConfig):
     n_hidden: int = 0
     """Hidden size of the MLP; 0: 4 n_embd."""
     mlp: str = "relu2"
-    """Activation in the MLP: relu2 (the square of ReLU), gelu, or swiglu (gated as in LLaMA: with the same n_hidden,
-    half as many weights more)."""
+    """Activation in the MLP: relu2 (the square of ReLU), gelu, or swiglu (gated as in LLaMA, with 50 % more weights for
+    the same n_hidden)."""
     qk_norm: bool = True
     """Normalize each query and key head."""
     norm_weights: bool = False
@@ -417,12 +418,12 @@ class ModernConfig(LlamaConfig):
         return max(1, tokens // self.block_size)
 
     def rate_factor(self) -> float | None:
-        """Return the learning rates for this depth, divided by those for n_embd=768; muP scales the base width's."""
+        """Return the factor of this depth's learning rates over those for n_embd=768; with muP, for the base width."""
         return math.sqrt(768 / self.base_width()) if self._sized and self.base_width() > 0 else None
 
     @property
     def _sized(self) -> bool:
-        """Whether depth sets what is not set by itself."""
+        """Whether depth sets the options that are not set explicitly."""
         return self.depth is not None and self.depth > 0
 
     def layers_with_values(self) -> set[int]:

@@ -66,7 +66,7 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "factor", "attention_factor"), 1),
     **dict.fromkeys(("is_causal", "causal", "use_rope", "scale_attn_weights"), True),
 }
-"""Values with which a key has no effect, besides those that are false: null, false, 0 and empty ones."""
+"""Values with which a key has no effect; for any key, null, false, 0 and empty values have none, either."""
 FREE = (
     "name",
     "batch_size",

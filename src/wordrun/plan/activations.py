@@ -221,7 +221,7 @@ def _in_chunks(model: ModelShapes, strategy: Strategy, tokens: float) -> bool:
 def kept_logits(model: ModelShapes, strategy: Strategy, tokens: float) -> float:
     """Return the bytes that the losses of ``tokens`` keep for the backward pass.
 
-    These are the softmax in fp32 and, with a soft-cap, the bounded logits; of chunks, the logits' gradients.
+    These are the softmax in fp32 and, with a soft-cap, the bounded logits; in chunks, only the logits' gradients.
     """
     softcap = getattr(model.cfg, "softcap", 0) > 0
     chunked = _in_chunks(model, strategy, tokens)
@@ -235,6 +235,6 @@ def logits_memory(model: ModelShapes, strategy: Strategy, tokens: float) -> floa
     softcap = getattr(model.cfg, "softcap", 0) > 0  # its backward pass needs the bounded logits
     if not _in_chunks(model, strategy, tokens):
         return count * ((SHARDED_CROSS_ENTROPY if sharded else CROSS_ENTROPY) + strategy.compute * softcap)
-    # The softmax of a chunk is computed in fp32; among shards it needs no copy of fp32 logits.
+    # The softmax of a chunk is computed in fp32; with a sharded vocabulary, fp32 logits need no further copy.
     copies = 3 if softcap else 2 - (strategy.compute == FP32) - sharded
     return count * strategy.compute + copies * FP32 * min(CHUNK, count)

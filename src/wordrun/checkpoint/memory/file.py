@@ -25,7 +25,7 @@ from wordrun.checkpoint.folder import file_of
 from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.shards import TensorShard
 
-# How safetensors names types that are not a letter and the number of bits.
+# safetensors' names of types; the name of any other type is a letter and its number of bits.
 TYPES = {"bfloat16": "BF16", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 ALIGNMENT = 8
 # Bytes that are copied from an accelerator at once.

@@ -125,9 +125,9 @@ def describe(
     """Return one paragraph about the ``answers`` of the ranks: who waits for whom, and the line of each group of ranks.
 
     Args:
-        answers: of the ranks that have answered, or that others have answered for, in order.
+        answers: the answers of ranks, their own or given by others for them, by rank.
         world: a rank of the job.
-        layout: of the job's ranks, whose coordinates the message names.
+        layout: the layout of the job's ranks; the message names coordinates in it.
         ended: the ranks that have ended with status 0, as far as is known.
         hangs: whether the job makes no progress; False: the ranks were asked while they work.
     """
@@ -166,8 +166,8 @@ def describe(
 def culprit(answers: Sequence[Answer], size: int) -> Blocked | None:
     """Return the collective that explains the hang best; None: no rank waits for a collective.
 
-    The best one is missing ranks that do not wait for a collective themselves. The next best is one in which the ranks
-    have called different operations.
+    Preferred is one that lacks ranks which do not wait for a collective themselves, then one in which the ranks have
+    called different operations.
     """
     groups = sorted({each["group"] for answer in answers for each in answer.pending} - {"p2p"})
     found = [_blocked(group, answers, size) for group in groups]

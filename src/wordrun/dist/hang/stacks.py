@@ -74,7 +74,7 @@ def is_users(file: str) -> bool:
 
 
 def user_line(stacks: Mapping[str, Stack]) -> str:
-    """Return the innermost line of the user's code in the main thread; without any, of wordrun's, else of all."""
+    """Return the innermost line of the main thread in the user's code; if there is none, in wordrun's, else in any."""
     calls = stacks.get(MAIN) or next(iter(stacks.values()), ())
     for wanted in (is_users, lambda file: file.startswith(OWN), lambda file: True):
         for file, line, code in reversed(calls):

@@ -15,14 +15,14 @@ from wordrun.common.listener import Listener, UnfitError, is_secret
 from wordrun.launch.job import short
 
 VARIABLE = "WORDRUN_GUARDIAN_TOKEN"
-"""Tells guardians where ``launch`` listens, and the secret that they must know: ADDRESS PORT SECRET."""
+"""Variable that tells guardians where ``launch`` listens, and a secret that they must send: ADDRESS PORT SECRET."""
 # A peer whose host has died is noticed after this long [s]: the first probe, the time between probes, and their number.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 # Nobody sends longer lines: a command line has at most 2 MB.
 LONGEST = 8_000_000
 # A guardian that takes no messages for this long [s] is gone.
 SEND_S = 5.0
-# Characters of a message that is not one, in an error.
+# Maximum number of characters that an error shows of an invalid message.
 SHOWN = 80
 FACTS: Mapping[str, Mapping[str, type]] = {
     "ready": {"port": int},
@@ -52,7 +52,7 @@ class Link:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived, after waiting for a part of one; None: the other end is gone.
+        """Return the messages that are complete, after one read from the connection; None: the other end is gone.
 
         Raises:
             UnfitError: something else has arrived.
@@ -81,7 +81,7 @@ class Connections:
         nodes: the names of the nodes whose guardians are admitted, one for each.
         selector: gets functions without arguments as data, to be called when something arrives.
         admitted: called with the number of the node when its guardian has connected.
-        hear: called with that number when the guardian has sent something.
+        hear: called with the number of the node when its guardian has sent something.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Connections:
         return self.open[node].receive()
 
     def look(self) -> None:
-        """Close connections that do not say who they are; to be called now and then."""
+        """Close connections that do not identify themselves in time; call this regularly."""
         self._listener.look()
 
     def drop(self, node: int) -> None:
@@ -171,10 +171,10 @@ def message_in(line: bytes) -> dict[str, Any]:
 
 
 def check(message: Mapping[str, Any], np: int) -> None:
-    """Check that a guardian of ``np`` ranks in all may say this.
+    """Check that ``message`` is one that a guardian may send in a launch of ``np`` ranks.
 
     Raises:
-        UnfitError: an event that guardians do not report, or one with other facts.
+        UnfitError: it reports an unknown event, or an event with wrong facts.
     """
     event, ranks = message.get("event"), [message["rank"]] if "rank" in message else []
     facts = FACTS.get(event) if isinstance(event, str) else None

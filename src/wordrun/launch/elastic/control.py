@@ -2,9 +2,9 @@
 
 A guardian is a process on each node that forks the node's ranks, watches them and reports their ends.
 A generation is all ranks, from their start until they have ended. When a rank is killed, the guardians kill the others
-and start the next generation, which resumes the run. After the loss of a node, the next generation runs on a spare one;
-when a lost node is back, it becomes a spare one. Any other failure ends the launch, as without guardians:
-``Supervisor`` finds reports of the ranks' ends in the same folder as those that ``rank_env.sh`` writes.
+and start the next generation, which resumes the run. After the loss of a node, the next generation runs on a spare
+node; a lost node that comes back becomes a spare node. Any other failure ends the launch, as without guardians:
+guardians write reports of the ranks' ends for ``Supervisor``, into the same folder as ``rank_env.sh`` otherwise does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from wordrun.launch.schedulers import SCHEDULERS
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
-"""The answer that all guardians have to give before the next state, by state."""
+"""Maps each state to the answer that all guardians must give before the next state begins."""
 LOST = "lost guardian"
 """The cause in run.json of a restart after the loss of a guardian."""
 
@@ -50,7 +50,7 @@ class Generation:
     pids: dict[int, int] = field(default_factory=dict)
     """The process IDs of the ranks by rank, once all nodes have started theirs."""
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Reports of failed ranks, in order, until it is decided whether a killed rank has caused the failures."""
+    """Reports of failed ranks, in order, until it is known whether a killed rank has caused the failures."""
     decide_at: float = float("inf")
     """When to take the first failure for the cause, on the monotonic clock."""
 
@@ -64,9 +64,9 @@ class GuardianControl(RankControl):
     lost: str = ""
     """The lost guardian without which the launch cannot continue, as named in messages."""
     uses_mpi: bool = False
-    """A rank has called MPI, for which only a launcher can start ranks."""
+    """Whether a rank has called MPI, so that only a launcher can start the ranks."""
     stopping: bool = False
-    """The launch is ending: no new generation starts, however the ranks end."""
+    """Whether the launch is ending, so that no new generation starts, however the ranks end."""
     generation: Generation = field(default_factory=Generation)
 
     def __post_init__(self) -> None:
@@ -133,9 +133,9 @@ class GuardianControl(RankControl):
 
     @property
     def knows_ends(self) -> bool:
-        """Whether the launcher's status does not matter.
+        """Whether the launcher's exit status does not matter.
 
-        Guardians have reported the end of every rank, or a launcher will start the ranks anew.
+        This is so if guardians have reported the end of every rank, or if a relaunch will start the ranks anew.
         """
         return self.succeeded or self.uses_mpi
 
@@ -202,7 +202,7 @@ class GuardianControl(RankControl):
                 if self.state == "meeting":
                     self._answers.wait_for_ready()
             if message["event"] != AWAITED.get(self.state) or node not in self._answers.asked:
-                continue  # the answer to what was asked before
+                continue  # the answer to an earlier question
             if (answers := self._answers.add(node, message)) is not None:
                 self._proceed(answers)
 
@@ -276,7 +276,7 @@ class GuardianControl(RankControl):
             self._leave(succeeded=True)
 
     def _restarts_after(self, outcome: Outcome) -> bool:
-        """Restart the ranks after a kill, and return True; False: that would not help, or no restart is left."""
+        """Restart the ranks after one was killed, and return True; False: it would not help, or no restart is left."""
         if not self.retries.left:
             return False
         fault = self.retries.after_kill(outcome, self.plan.env["WORDRUN_LAUNCH_RECORD"])
@@ -348,7 +348,7 @@ class GuardianControl(RankControl):
 # A guardian that has not done what it was told to, such as kill its ranks, within this time [s] counts as lost.
 ANSWER_S = 60.0
 # A guardian connects, and then imports what the ranks need; the slowest may be ready this long [s] after the first one.
-# A guardian that has not connected after ANSWER_S has died: not every launcher reports that.
+# A guardian that has not connected after ANSWER_S has died; not every launcher reports this.
 READY_S = 300.0
 
 

@@ -63,7 +63,7 @@ class Guardian:
     def __init__(self, link: Link, node: int) -> None:
         self.link, self.node = link, node
         self.setup: dict[str, Any] = {}
-        """What ``launch`` says once: the command, and how to start it."""
+        """The setup that ``launch`` sends once: the command, and how to start it."""
         self.layout: list[int] = []
         """The ranks on each node; 0: the node is spare."""
         self._stopped: dict[int, float] = {}
@@ -86,7 +86,7 @@ class Guardian:
         processes.adopt_orphans()
 
     def serve(self) -> tuple[int, dict[str, Any]] | None:
-        """Do what ``launch`` says until the end; in each forked rank, return its number and the message to start it."""
+        """Obey ``launch`` until the end. In each forked rank, return its number and the message that starts it."""
         while True:
             ready, _, _ = select.select([self.link.socket.fileno(), self._wakeup], [], [], 1 if self._stopped else None)
             if self._wakeup in ready:
@@ -104,7 +104,7 @@ class Guardian:
                     self.setup = message
                     import_before(message)
                     gc.collect()
-                    gc.freeze()  # a collection in a rank would copy all memory that it shares with the others
+                    gc.freeze()  # else garbage collection in a rank would copy all shared memory
                     self.link.send(event="ready", port=free_port())
                 elif action == "start":
                     if (rank := self._start(message)) is not None:
@@ -209,7 +209,7 @@ def _unfinished(rank: int) -> str:
 
 
 def environment(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of a rank: this process's without the launcher's, and those of its generation."""
+    """Return a rank's variables: those of this process, without the launcher's, and those of its generation."""
     kept = {name: value for name, value in os.environ.items() if name in OWN or not is_stale(name)}
     used = [count for count in guardian.layout if count]
     node = sum(count > 0 for count in guardian.layout[: guardian.node])
@@ -265,7 +265,7 @@ def _become_rank(guardian: Guardian, rank: int, message: Mapping[str, Any]) -> N
     _take_cores(guardian, rank)
     for sink, name in ((1, "out"), (2, "err")):
         pipe = os.path.join(setup["pipes"], f"{rank}.{name}") if setup["pipes"] else ""
-        if os.path.exists(pipe):  # pipes of its own, so that lines of different ranks do not mix
+        if os.path.exists(pipe):  # each rank has its own pipes, so that lines of different ranks do not mix
             os.dup2(os.open(pipe, os.O_WRONLY), sink)
     stdin = pipe_of(setup["folder"])
     if rank or os.isatty(0) or os.path.exists(stdin):

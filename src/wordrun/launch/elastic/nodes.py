@@ -57,7 +57,7 @@ class Nodes:
         return tuple(layout) if sum(layout) == self.plan.ranks.np else None
 
     def arrange(self) -> None:
-        """Let the next ranks have the best layout; there must be one."""
+        """Use the best layout for the next generation; there must be one."""
         best = self.best()
         assert best is not None
         self.layout = best
@@ -69,7 +69,7 @@ class Nodes:
         return self.port
 
     def port_taken(self, lines: Iterable[str]) -> bool:
-        """Return whether ``lines`` say that the ranks' port is in use, and another may be tried; True only once."""
+        """Return whether ``lines`` report that the ranks' port is in use, and another may be tried; True only once."""
         chosen = self.plan.reasons["MASTER_PORT"] == "--env" and self.port == int(self.plan.env["MASTER_PORT"])
         if chosen or not self._can_move or not port_taken(lines, self.port):
             return False

@@ -38,7 +38,7 @@ class GuardianStarter(RankStarter):
     noise = LOST_STORE
 
     def check(self, options: Options) -> None:
-        """Refuse --cpu-bind, launchers that restart ranks themselves, and sweeps."""
+        """Check the options: --cpu-bind, launchers that restart ranks themselves, and sweeps are not supported."""
         if options.cpu_bind:
             raise ConfigError(f"--cpu-bind {options.cpu_bind}: with --elastic, guardians bind the ranks; leave it out")
         if options.launcher and LAUNCHERS[options.launcher].restarts_ranks:

@@ -146,7 +146,7 @@ class Launcher:
         return "".join(self.host_line.format(host=host, ranks=ranks) for host, ranks in pairs)
 
     def cores_per_rank(self, request: Request) -> int:
-        """Return the cores per rank, on the host with the fewest for each."""
+        """Return the number of cores per rank; if hosts differ, the smallest."""
         pairs = zip(request.job.threads, request.ranks.layout, strict=False)
         return max(1, min(cores // ranks for cores, ranks in pairs))
 
@@ -188,7 +188,7 @@ def mpiexec_command(options: Options) -> tuple[str, ...]:
 
 
 def needs_hosts(request: Request) -> bool:
-    """Return whether an mpiexec needs a list of hosts, as in any job."""
+    """Return whether an mpiexec needs a list of hosts; in a scheduler's job it always does."""
     return not request.job.is_local or len(request.job.hosts) > 1 or request.options.hostfile is not None
 
 

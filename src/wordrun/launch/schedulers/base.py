@@ -41,7 +41,7 @@ class Scheduler:
     interactive: ClassVar[str] = ""
     """Command that starts a job with a shell."""
     nodes_of_shell: ClassVar[str] = ""
-    """Its options for {nodes} nodes."""
+    """Options with which ``interactive`` requests {nodes} nodes."""
     passes_environment: ClassVar[bool] = False
     """Whether a job gets the variables of the shell that submits it."""
     job_query: ClassVar[tuple[str, ...]] = ()
@@ -134,7 +134,7 @@ class Scheduler:
         return False
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """Return, in words for a message, what in the site file fixes how much of a node's ``resource`` jobs get.
+        """Return the entry of the site file that fixes how much of a node's ``resource`` jobs get, for a message.
 
         Args:
             site: the cluster.

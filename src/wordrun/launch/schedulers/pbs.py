@@ -121,7 +121,7 @@ class PBS(Scheduler):
         return ["qsub", *(["-W", f"depend=afterany:{previous}"] if previous else []), path]
 
     def fixed(self, site: Site, queue: Mapping[str, object], resource: str) -> str:
-        """Return words for what the site's ``select`` fixes; empty: nothing, or GPUs in queues that count devices."""
+        """Return a message's words if the site's ``select`` fixes it, except GPUs in queues that count devices."""
         by_device = resource == "gpu" and queue.get("device_per_rank")
         return "what jobs have of a node (submit.select)" if "select" in site.submit and not by_device else ""
 
