@@ -1,4 +1,4 @@
-"""What a path is, for every kind of data: by its suffix, or by its content where the suffix lies."""
+"""Tells what a file is, for every kind of data: by its suffix, or by its content if the suffix is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TYPES = {
     **dict.fromkeys((".bin", ".npy"), "tokens"),
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp"), "image"),
 }
-"""The type of a file by its suffix in lower case. Others, such as .py and .html, are text by data.format=text."""
+"""The type of a file by its suffix in lower case. Other files, such as .py, are read as text with data.format=text."""
 PACKED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
 """The compression of a file by its last suffix."""
 OTHERS = {
@@ -41,9 +41,9 @@ OTHERS = {
     ".idx": "an index of Megatron-LM's tokens: data=shards data.path=FOLDER reads them",
     ".mds": "a shard of MosaicML's MDS format, which is not supported: convert it to .jsonl or .parquet",
 }
-"""What a file with another suffix is, and the remedy."""
+"""What files with suffixes not in TYPES are, and the remedy."""
 ELSEWHERE = {"tokens": "tokens: data=shards data.path=FOLDER reads them", "image": "an image: see data=imagefolder"}
-"""What to write for a file that is not text."""
+"""Messages for files of types that are not text."""
 MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -57,7 +57,7 @@ MAGIC = {
     b"\x89PNG": "image",
     b"\xff\xd8\xff": "image",
 }
-"""The first bytes of files: a compression, a type, or a suffix in OTHERS."""
+"""Maps the first bytes of files to a compression, a type, or a suffix in OTHERS."""
 SPECIAL = {
     stat.S_IFIFO: "a named pipe, which can be read only once: save its content as a file",
     stat.S_IFSOCK: "a socket, not a file",
@@ -69,7 +69,7 @@ UNKNOWN, UNNAMED = "of unknown type", "without a suffix"
 PROBED = 2**16
 """Bytes at the beginning of a file that show what it is."""
 SMALL, MOST_RATIO = 2**26, 200
-"""A compressed file may become this large in bytes, or this many times its size; texts become 3 to 10 times larger."""
+"""A compressed file may decompress to SMALL bytes, or to MOST_RATIO times its size; texts grow 3 to 10 times."""
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Errors of decompressing a damaged file."""
 SPLITS = {
@@ -77,7 +77,7 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-"""The split of a file or folder, by a word of its name in lower case."""
+"""The split of a file or folder, by a lower-case word in its name."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Content:
 
 
 def is_litter(name: str) -> bool:
-    """Return whether a file or folder is left out silently: hidden ones (.git), and those that systems add."""
+    """Return whether a file or folder is left out silently: it is hidden (.git), or added by the operating system."""
     return name.startswith(".") or name in ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 def by_name(name: str) -> Content:
-    """Return what a file is according to its suffixes, in any case."""
+    """Return what a file is according to its suffixes, in upper or lower case."""
     stem = name.lower()
     packing = PACKED.get(PurePath(stem).suffix, "")
     suffix = PurePath(stem if not packing else PurePath(stem).stem).suffix
@@ -112,7 +112,7 @@ def by_content(path: Path, wanted: str | None = None) -> Content:
 
     Args:
         path: a file, which need not exist.
-        wanted: its type, whatever the suffix says, as data.format.
+        wanted: data.format, which overrides the suffix.
     """
     named = by_name(path.name)
     try:
@@ -137,12 +137,12 @@ def by_content(path: Path, wanted: str | None = None) -> Content:
 
 
 def _of_head(head: bytes, type_: str, unnamed: str) -> Content:
-    """Return what a file is that begins with ``head`` after it was decompressed.
+    """Return what a file is, given its decompressed beginning.
 
     Args:
         head: its beginning.
         type_: its type according to its name or data.format.
-        unnamed: why there is none.
+        unnamed: why ``type_`` is empty.
     """
     if not head or (len(head) < PROBED and head.removeprefix(b"\xef\xbb\xbf").isspace()):
         return Content("", fault="empty")
@@ -170,7 +170,7 @@ def _of_head(head: bytes, type_: str, unnamed: str) -> Content:
 
 
 def _looks_like(head: bytes, type_: str = "text") -> str:
-    """Return whether ``head`` begins a text, lines of JSON or one JSON value; its name says ``type_``."""
+    """Return the type that ``head`` looks like: text, lines of JSON or a JSON value; ``type_`` is that of the name."""
     beginning = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if type_ != "text" and beginning[:1] == b"[":
         return "json"
@@ -208,7 +208,7 @@ def optional(module: str, user: str) -> Any:
 def opened(path: str | Path, packing: str) -> Any:
     """Open a file for reading bytes, decompressed.
 
-    What it is decompressed to is bounded: reading more than MOST_RATIO times its size is a ConfigError.
+    Reading more decompressed bytes than MOST_RATIO times the file's size raises a ConfigError.
     """
     if packing == "gzip":
         file: Any = gzip.open(path, "rb")  # noqa: SIM115
@@ -256,7 +256,7 @@ class _Bounded(io.RawIOBase):
 
 
 def split_of(name: str) -> str | None:
-    """Return the split (train, val or test) that a word of ``name`` says, in any case; None: no word, or several."""
+    """Return the split (train, val or test) that a word of ``name`` names; None: no word does, or several."""
     found = {SPLITS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLITS}
     return found.pop() if len(found) == 1 else None
 

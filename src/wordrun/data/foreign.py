@@ -91,7 +91,7 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
     saved, text, pickled = folder / manifests.TOKENIZER, folder / "input.txt", folder / "meta.pkl"
     if saved.exists() and not getattr(cfg, "path", None):
         return tokenizers.from_json(saved.read_text(encoding="utf-8", errors="replace"), saved)
-    if pickled.exists():  # nanoGPT leaves them next to train.bin
+    if pickled.exists():  # nanoGPT saves it next to train.bin
         return _of_meta(pickled)
     if cfg.built_from == "characters" and text.exists():
         return tokenizers.build(cfg, [text.read_text(encoding="utf-8")])
@@ -105,10 +105,10 @@ def foreign_tokenizer(folder: Path, cfg: TokenizerConfig) -> Tokenizer:
 
 
 class _PlainValues(pickle.Unpickler):
-    """Reads a pickle of plain values; unlike others, these cannot run any code."""
+    """Reads pickles of plain values only, which cannot run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse any class or function.
+        """Reject any class or function.
 
         Raises:
             UnpicklingError: always.

@@ -149,7 +149,7 @@ def imagefolder(data: ImageFolderConfig) -> Splits:
 
 
 def _split_folders(root: Path) -> tuple[Path, Path | None, list[str]]:
-    """Return the folders of the classes for training and for validation (None: there is none), and what is left out.
+    """Return the folder of the training classes, that of the validation classes (None: none), and what is left out.
 
     The folders in ``root`` are splits by their names (train, val, test and the like) if they contain folders.
     """
@@ -236,7 +236,7 @@ class Files:
         path, label = self.files[index]
         image = optional("PIL.Image", "data=imagefolder")
         try:
-            # Without waiting for a writer, should it be a named pipe.
+            # If the file is a named pipe, do not wait for a writer.
             with open(path, "rb", opener=_unblocked) as opened, image.open(opened) as file:
                 factor = self.size / min(file.size)
                 width, height = (max(self.size, round(length * factor)) for length in file.size)

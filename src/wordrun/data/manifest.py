@@ -120,11 +120,8 @@ def load(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = {split: [Entry(**entry) for entry in content[split]] for split in SPLITS}
-        content = {
-            "left_out": [],
-            "files_read": "",
-            "faults": {},
-        } | content  # new since 0.1
+        # Manifests of versions up to 0.1 lack these entries.
+        content = {"left_out": [], "files_read": "", "faults": {}} | content
         return Manifest(**{f.name: content[f.name] for f in fields(Manifest)} | entries)
     except FileNotFoundError:
         raise ConfigError(

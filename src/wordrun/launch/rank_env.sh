@@ -32,7 +32,7 @@ case ${WORDRUN_LAUNCHER-} in
     LOCAL_RANK=${MPI_LOCALRANKID-} LOCAL_WORLD_SIZE=${MPI_LOCALNRANKS-} NODE_RANK=
     _counts=${WORDRUN_LAYOUT-} _hosts=,${WORDRUN_HOSTS-},
     case $_hosts in
-      *",${PMI_HOSTNAME:-.},"*) # MPICH's names the host, wherever --launcher-args may have placed the rank
+      *",${PMI_HOSTNAME:-.},"*) # MPICH names the rank's host, wherever --launcher-args may have placed it
         _hosts=${_hosts%%",$PMI_HOSTNAME,"*} IFS=,
         count() { NODE_RANK=$#; }
         # shellcheck disable=SC2086 # a word for each host before this one
@@ -76,12 +76,12 @@ if [ -z "$NODE_RANK" ]; then # correct for ranks laid out in even blocks
 fi
 unset _counts _hosts _node _first _rest _count _times _at
 export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK
-# Others of torchrun's that scripts read; not TORCHELASTIC_RUN_ID, by which torch recognizes torchrun's own ranks.
+# Further variables of torchrun that scripts read; not TORCHELASTIC_RUN_ID, by which torch recognizes torchrun's ranks.
 export GROUP_RANK="$NODE_RANK" ROLE_RANK="${ROLE_RANK:-$RANK}"
 export TORCHELASTIC_RESTART_COUNT="${TORCHELASTIC_RESTART_COUNT:-0}" TORCHELASTIC_MAX_RESTARTS="${TORCHELASTIC_MAX_RESTARTS:-0}"
 
-# Rank 0 has launch's input, whole: from a pipe that launch fills or, on another host, from files stdin.0 and so on, of
-# which an empty one is the last. Without these it is the launcher's.
+# Rank 0 reads launch's stdin: from a pipe that launch fills or, on another host, from files stdin.0, stdin.1 and so on,
+# of which an empty one is the last. Without these, it reads the launcher's stdin.
 _stdin=${WORDRUN_STATUS_DIR-}/stdin
 if [ "$RANK" != 0 ]; then
   exec </dev/null
@@ -116,13 +116,13 @@ export WORDRUN_UNFINISHED="${TMPDIR:-/tmp}/wordrun-${WORDRUN_LAUNCH_ID-}-$RANK"
 # shell stays to report how its rank ends. Signals reach the entire group; it waits for the command to act on them.
 trap : HUP INT TERM USR2 ABRT
 [ -n "${WORDRUN_IGNORE_USR1-}" ] || trap : USR1
-run() { # in a subshell, where these signals end it: launch writes the file before it forwards a signal to stop
+run() { # in a subshell, which these signals end; launch creates the file before it forwards a signal that stops ranks
   [ ! -e "$WORDRUN_STATUS_DIR/stopped" ] || exit 130
   exec "$@"
 }
-exec 3>&2 2>/dev/null # or this shell would report a signal that ends its rank ("Killed"), as launch does
-if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # pipes of its own, so that lines of different ranks do not mix
-  echo "$$" >"$WORDRUN_STATUS_DIR/$RANK.pid" # with which launch notices that this shell was killed
+exec 3>&2 2>/dev/null # otherwise this shell, as well as launch, would report a signal that ends its rank ("Killed")
+if [ -p "$WORDRUN_STATUS_DIR/$RANK.err" ]; then # each rank has its own pipes, so that lines do not mix
+  echo "$$" >"$WORDRUN_STATUS_DIR/$RANK.pid" # by this file, launch notices if this shell was killed
   (run "$@") >"$WORDRUN_STATUS_DIR/$RANK.out" 2>"$WORDRUN_STATUS_DIR/$RANK.err" 3>&-
 else
   (run "$@") 2>&3 3>&-
@@ -131,14 +131,14 @@ status=$?
 host=${SLURMD_NODENAME:-$(uname -n)}
 name=$RANK report="$status $host" exits=$status
 set -- "$WORDRUN_UNFINISHED"-*
-if [ -e "$1" ]; then # a process of wordrun is gone that had not finished
+if [ -e "$1" ]; then # a process of wordrun has ended without having finished
   rm -f "$@"
   [ "$status" -ne 0 ] || exits=1
 elif [ "$status" -eq 0 ]; then
   name=ended-$host report=$RANK # one file for all ranks of a host
 fi
 if echo "$report" >>"$WORDRUN_STATUS_DIR/$name"; then
-  # 75 is not a failure: the rank stopped on request and has saved. Launchers would kill the others; launch does not.
+  # 75 is not a failure: the rank stopped on request and has saved. A launcher would kill the others if it saw the 75.
   [ "$status" -ne 75 ] || exit 0
 else # this host does not have the folder, or its disk is full: launch takes this line out of the output
   echo "launch ${WORDRUN_LAUNCH_ID-}: $name $report" >&3

@@ -29,13 +29,13 @@ CALLS: dict[str, tuple[str, ...]] = {
     "profiler": ("options", "folder", "rank"),
     "backend": ("spec",),
 }
-"""What wordrun calls a part of each kind with; for the other kinds it depends on the data."""
+"""The arguments with which wordrun calls a part of each kind; for kinds not listed, they depend on the data."""
 BASES: dict[str, type[Any]] = {"hooks": Hook, "tracker": Tracker, "profiler": Profiler, "tokenizer": Tokenizer}
 """The classes from which parts derive."""
 MODEL = ("metrics", "tensor_parallel_plan")
-"""Methods that any nn.Module may have besides ``losses``, which the construction checks."""
+"""Optional methods of a plain nn.Module. Its method ``losses`` is checked when the model is built."""
 CLOSE = 0.8
-"""From this similarity on (difflib's ratio), a name is probably another one that is misspelled."""
+"""Similarity (difflib's ratio) from which a name is probably a misspelling of another one."""
 
 
 def check(part: Part) -> None:
@@ -89,7 +89,7 @@ def _is_ours(cls: type[Any]) -> bool:
 
 
 def _method_problems(name: str, own: Any, wanted: Any) -> Iterator[str]:
-    """Yield why the attribute ``own`` of a class cannot be called as ``wanted``, that of its base class."""
+    """Yield why the attribute ``own`` of a class cannot be called like ``wanted``, the method of its base class."""
     wanted = getattr(wanted, "__func__", wanted)  # of a classmethod or a staticmethod
     if not inspect.isfunction(wanted):
         return
@@ -102,7 +102,7 @@ def _method_problems(name: str, own: Any, wanted: Any) -> Iterator[str]:
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the arguments with which ``function`` has to be called, by keyword if they end in =."""
+    """Return the names of the required arguments of ``function``; those with a = at the end are passed by keyword."""
     found = inspect.signature(function).parameters.values()
     needed = [each for each in found if each.default is each.empty]
     return tuple(

@@ -44,11 +44,11 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
     found: dict[str, Any] = {name: getattr(source.data, name) for name in SETTINGS}
     if source.data.kind == "pairs":
         found |= {name: getattr(source.data, name) for name in PAIR_SETTINGS}
-        if source.data.other_fields():  # which were literal text in older versions
+        if source.data.other_fields():  # older versions took them for literal text
             found["fields"] = source.data.other_fields()
     if source.data.format:
         found["format"] = source.data.format
-    if source.data.kind == "file":  # of which more types are read, and rows and byte-order marks are left out
+    if source.data.kind == "file":  # newer versions read more files, and fewer rows
         found["reading"] = 2
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()

@@ -130,7 +130,7 @@ class Pulse:
 def compiles(stacks: Mapping[str, Stack]) -> bool:
     """Return whether a thread compiles, which may take minutes at any step.
 
-    Accelerators' backward passes run, and are compiled, in threads of autograd's.
+    On accelerators, autograd runs and compiles backward passes in its own threads.
     """
     return any(COMPILERS.search(f"{file}:{code}") for calls in stacks.values() for file, _, code in calls)
 

@@ -22,7 +22,7 @@ from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 
 BOM = "\ufeff"
-"""The byte-order mark, which is no part of a text: at the beginning of a file, or between files that were joined."""
+"""The byte-order mark, at the beginning of a file or between files that were joined; it is not part of the text."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class WorkItem:
     size: int = 0
     """Bytes to read, as far as known: the largest items are processed first."""
     packing: str = ""
-    """The compression of the file, which is then a single item."""
+    """The compression of the file; a compressed file is a single item."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Document:
     answers: bool = False
     """Whether it is an answer, which is predicted; the document before it is the prompt."""
     fault: tuple[str, str] | None = None
-    """Of a row that has no text: the reason, by which such rows are counted, and a message that names the row."""
+    """For a row without text: the reason, by which such rows are counted, and a message that names the row."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class Source:
 
 
 class BadRowError(ConfigError):
-    """A row has no text: it is left out and counted, or refused by data.strict.
+    """A row has no text: it is left out and counted, or an error with data.strict.
 
     Args:
-        reason: by which such rows are counted.
-        message: names the row.
+        reason: the reason, by which such rows are counted.
+        message: the message, which names the row.
     """
 
     def __init__(self, reason: str, message: str) -> None:

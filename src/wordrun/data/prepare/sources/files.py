@@ -26,9 +26,9 @@ from wordrun.data.prepare.sources.base import BOM, BadRowError, Document, Source
 MAX_LINE = 2**20
 """Maximum number of bytes to search for a line break before cutting the text anyway."""
 MAX_ROW = 2**27
-"""Maximum size of a row in bytes: reading one must not need all memory."""
+"""Maximum size of a row in bytes, so that reading one does not use up the memory."""
 READ = 2**20
-"""Characters of a JSON value to read at once."""
+"""Number of characters of a JSON file to read at once."""
 SPACE, COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 Part = tuple[str, str, int, int, int, str]
 """Kind, path, start, stop, size and packing of a work item."""
@@ -44,7 +44,7 @@ class FileSource(Source):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def files(self) -> list[Path]:
-        """Return the file, or those in the folder or matching the glob whose names say what they are, sorted by name.
+        """Return the file, or the files of known types in the folder or matching the glob, sorted by name.
 
         Raises:
             ConfigError: if there are none.
@@ -53,7 +53,7 @@ class FileSource(Source):
 
     @cached_property
     def _found(self) -> tuple[list[Path], list[str]]:
-        """The files, and what is left out because of its name, each with the reason."""
+        """The files, and those that are left out because of their names, each with the reason."""
         path = str(self.path)
         if os.path.isdir(path):
             paths, what = (
@@ -70,7 +70,7 @@ class FileSource(Source):
         if not paths:
             raise ConfigError(f"data.path={path} {what}")
         kept, left_out, seen = [], [], set[str]()
-        # Links come last: what they refer to may be read by its own name.
+        # Links come last, because their targets may be read under their own names.
         for each in sorted((p.absolute() for p in paths), key=lambda p: (p.is_symlink(), p)):
             named = contents.by_name(each.name)
             fault = named.fault or contents.ELSEWHERE.get(named.type, "")
@@ -99,13 +99,13 @@ class FileSource(Source):
         """What each file is, according to its beginning.
 
         Raises:
-            ConfigError: there is a single file, from which nothing can be read.
+            ConfigError: there is only one file, and nothing can be read from it.
         """
         found = {path: contents.by_content(path, self.data.format) for path in self.files()}
         if os.path.isdir(str(self.path)) or len(found) > 1:
             return found
         ((path, content),) = found.items()
-        if not content.fault or content.fault == "damaged":  # of which reading says more
+        if not content.fault or content.fault == "damaged":  # reading a damaged file gives a better message
             return {path: content if content.type else replace(contents.by_name(path.name), fault="")}
         remedy = {
             "empty": ": name a file with text, or use data=sample",
@@ -143,7 +143,7 @@ class FileSource(Source):
         return WorkItem(0, *_parts(paths[0], Content("text"), sys.maxsize, self.data)[0])
 
     def beginning(self, item: WorkItem, characters: int) -> WorkItem:
-        """Return the beginning of a part of a text; a character has at most four bytes."""
+        """Return a work item for the first bytes of a text; a UTF-8 character has at most four."""
         if item.kind != "text" or item.packing:
             return item
         start, stop = extent(item)
@@ -257,7 +257,7 @@ def rows(item: WorkItem, columns: list[str] | None = None) -> Iterator[tuple[Row
 
     Args:
         item: a part of a file, or all of it.
-        columns: those to read of a .parquet file, which must contain text; None: all.
+        columns: the columns of a .parquet file to read, which must contain text; None: all.
 
     Raises:
         ConfigError: the file is damaged.
@@ -314,7 +314,7 @@ def _checked(row: Any, where: str) -> Row:
 
 
 def _of_json(item: WorkItem) -> Iterator[tuple[Row, str]]:
-    """Yield the objects of an array, or those that follow one another without one."""
+    """Yield the objects of a JSON array, or of a sequence of JSON values without one."""
     decoder = json.JSONDecoder()
     with opened(item.path, item.packing) as binary, io.TextIOWrapper(binary, "utf-8-sig") as file:
         text = file.read(READ)
@@ -344,7 +344,7 @@ def _of_json(item: WorkItem) -> Iterator[tuple[Row, str]]:
 
 
 def _of_csv(item: WorkItem) -> Iterator[tuple[Row, str]]:
-    """Yield the rows after the first, which names the columns; that also shows what separates them."""
+    """Yield the rows after the first, which has the names of the columns and shows the separator."""
     csv.field_size_limit(MAX_ROW)
     with (
         opened(item.path, item.packing) as binary,
@@ -373,7 +373,7 @@ def _of_csv(item: WorkItem) -> Iterator[tuple[Row, str]]:
 
 
 def field(row: Row, key: str, where: str, option: str = "data.text_key", *, may_be_empty: bool = False) -> str:
-    """Return the text in the field ``key`` of a row, which ``option`` names.
+    """Return the text in the field ``key`` of a row; ``option`` is the option that sets ``key``.
 
     Raises:
         BadRowError: there is none.

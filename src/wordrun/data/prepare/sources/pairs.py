@@ -15,7 +15,7 @@ from wordrun.data.prepare.sources.base import BadRowError, Document, WorkItem, r
 from wordrun.data.prepare.sources.files import FileSource, Row, field, rows
 
 LOOKED_AT = 100
-"""Rows in which a field of data.template must occur at least once."""
+"""Number of first rows in which each field of data.template must occur at least once."""
 
 
 class PairSource(FileSource):
@@ -25,7 +25,7 @@ class PairSource(FileSource):
         """Return the work items of the files.
 
         Raises:
-            ConfigError: a file has no rows, or its first ones lack a field of data.template.
+            ConfigError: a file has no rows, or its first rows lack a field of data.template.
         """
         items = super().items()
         for item in items:
@@ -72,7 +72,7 @@ class PairSource(FileSource):
 
 
 def _value(row: Any, name: str) -> Any:
-    """Return the value of the field ``name`` of a line, or of KEY in its field NAME for NAME.KEY; None: it has none."""
+    """Return the value of the field ``name`` of a line; NAME.KEY stands for KEY in the field NAME. None: no value."""
     if isinstance(row, dict) and name in row:
         return row[name]
     key, dot, rest = name.partition(".")
