@@ -257,8 +257,8 @@ def build(spec: BackendSpec) -> Backend:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 2**25
-"""Allocations of at most this many bytes come from the heap, the largest limit that glibc accepts; larger ones are
-mapped one by one."""
+"""Allocations up to this size in bytes come from the heap; larger ones are mapped one by one. glibc accepts no higher
+limit."""
 SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 

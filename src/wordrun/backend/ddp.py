@@ -57,7 +57,7 @@ class DDPBackend(TorchBackend):
             # Wrapped, because torch accepts the bare hook only with NCCL, although gloo also sums bf16.
             replica.register_comm_hook(self.group, lambda group, bucket: bf16_compress_hook(group, bucket))
         elif self.device.type == "cpu" and spec.mesh is None and mpi.in_use(spec.world):  # MPI has all ranks
-            # Wrapped, because torch rejects hooks with string annotations, and this file's are all strings.
+            # Wrapped, because torch rejects hooks whose annotations are strings, as all annotations in this file are.
             replica.register_comm_hook(mpi.communicator(), lambda comm, bucket: self._timed(comm, bucket))
         # torch records a static graph in the first pass, which must therefore be a real one; and if it looks for
         # unused parameters, it keeps the first buckets.

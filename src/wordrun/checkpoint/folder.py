@@ -48,7 +48,7 @@ class Folder:
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest after verifying its checksum, and that it is one.
+        """Return the manifest after verifying its checksum and its structure.
 
         Raises:
             DamagedError: the manifest is missing, or is not valid.

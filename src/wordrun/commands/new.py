@@ -29,7 +29,7 @@ FILES = {
     "README.md": """\
 # {name}
 
-A model and data of its own for wordrun, without changing a line of it.
+A model and data for wordrun, added without changing wordrun.
 
 ```console
 launch -n 2 wordrun experiment=first                      # on this machine

@@ -23,7 +23,7 @@ class Freezable:
         """Assign an option.
 
         Raises:
-            AttributeError: these options are those of a run, which have been saved.
+            AttributeError: these options belong to a run, which has been built with them.
         """
         if self._is_frozen:
             raise AttributeError(

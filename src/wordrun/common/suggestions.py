@@ -84,7 +84,7 @@ def option(name: str, known: Sequence[str]) -> str:
 
 
 def where_listed(name: str, known: Sequence[str]) -> str:
-    """Return which command lists the options beside ``name``."""
+    """Return a message's words with the command that lists the options in the section of ``name``."""
     section = name.partition(".")[0]
     return f"; wordrun --help {section if f'{section}.' in ' '.join(known) else ''}".rstrip() + " lists the options"
 

@@ -49,7 +49,7 @@ def higher_is_better(metric: str, mode: str) -> bool | None:
 
 
 def metric_of(section: str, metric: str, mode: str, option: str) -> Iterator[str]:
-    """Yield what is wrong with the ``metric`` that ``section`` names; the ``option`` for its direction is ``mode``."""
+    """Yield what is wrong with ``metric``, the value of the option ``section``, and ``mode``, that of ``option``."""
     if wrong := one_of(option, mode, ("auto", "min", "max")):
         yield from wrong
     elif not metric.startswith("val_"):

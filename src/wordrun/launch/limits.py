@@ -86,9 +86,9 @@ def too_many(options: Options, site: Site, points: int = 1) -> str:
     """Return an error if the queue takes fewer jobs per user; empty: it takes them, or the limit is unknown.
 
     Args:
-        options: of each submission.
+        options: the options of each submission.
         site: the cluster.
-        points: how many submissions there are.
+        points: number of submissions.
     """
     wanted, limit = points * options.chain, site.queue(options.queue).get("jobs")
     if limit is None or wanted <= limit:

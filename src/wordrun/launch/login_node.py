@@ -29,7 +29,7 @@ def login_note(options: Options, job: Job, host: str, env: Mapping[str, str]) ->
 
 
 def refuse_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) -> None:
-    """Check that no more nodes are requested than this machine, if there is no job.
+    """Check that only one node, this machine, is requested if there is no job.
 
     Raises:
         ConfigError: there is a scheduler; the message says how to get the nodes from it.

@@ -38,11 +38,11 @@ def _ratios(cfg: ModelConfig) -> tuple[float, float]:
 
 
 def suited(weights: Mapping[str, Tensor], theirs: ModelConfig, ours: ModelConfig) -> Mapping[str, Tensor]:
-    """Return the ``weights`` of a model with the options ``theirs`` for a model of the same shape with ``ours``.
+    """Return ``weights`` of a model with the options ``theirs``, converted for a model of the same shape with ``ours``.
 
     Raises:
         ConfigError: ``ours`` uses muP, with other ratios; only weights for a plain model can be converted.
-        UserError: a factor has no weight to go into.
+        UserError: there is no weight that a factor could be multiplied into.
     """
     if _ratios(theirs) == _ratios(ours):
         return weights
@@ -64,7 +64,7 @@ def folded(weights: Mapping[str, Tensor], cfg: TransformerConfig) -> Mapping[str
     the query heads if there is one, otherwise into the queries' matrix. Each weight is computed in fp32 when read.
 
     Raises:
-        UserError: a factor has no weight to go into.
+        UserError: there is no weight that a factor could be multiplied into.
     """
     factor = 1 / math.sqrt(cfg.head_ratio())
     norms = getattr(cfg, "norm_weights", True)

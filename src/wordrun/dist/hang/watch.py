@@ -39,7 +39,7 @@ START_S = 120.0
 # All ranks together look for requests this often per second, because they load one metadata server.
 LOOKS_PER_S = 500.0
 EARLIER = 0.8  # a hang is reported at the latest after this share of the time limit of collectives
-ASKED_S = 10.0  # the same if the ranks are asked without a hang
+ASKED_S = 10.0  # ranks wait at most this long for each other's answers if they are asked without a hang
 # Ranks reach init_process_group at different times, so they may wait there this many times as long.
 START_FACTOR = 5.0
 
@@ -99,7 +99,7 @@ class Watch:
         """Stop watching."""
         self.opened.remove(self)
         self._ended.set()
-        if threading.current_thread() is not self._thread:  # in which a trainer may be garbage collected
+        if threading.current_thread() is not self._thread:  # a trainer may be garbage-collected in that thread
             self._thread.join(TICK_S)
         if not self._thread.is_alive():  # otherwise it is about to report something
             self._dump.close()
@@ -138,7 +138,7 @@ class Watch:
 
     @property
     def longest(self) -> float:
-        """Seconds without progress that count as a hang also if a rank compiles."""
+        """Seconds without progress that count as a hang even if a rank is compiling."""
         return min(SLOW * self.limit, self._most)
 
     def ask(self, seconds: float = 0.0) -> bool:
@@ -239,7 +239,7 @@ class Watch:
                 state=stacks.STATES.get(letter, ""),
             )
             with contextlib.suppress(FileNotFoundError):
-                # By another name: this rank will not report.
+                # Not under the name of an own answer: that rank will not write the report.
                 files.replace(answers / f"for-{rank}.json", json.dumps(vars(answer)))
 
     def _own_answer(self, idle_s: float) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class Waits:
 
 
 def reported() -> Path | None:
-    """Return the report of a hang since the last step, on the rank that has written it, rank 0 if it can; else None."""
+    """Return the report of a hang since the last step, on the rank that wrote it (rank 0 if possible); else None."""
     return Watch.opened[-1].reported if Watch.opened else None
 
 

@@ -16,7 +16,7 @@ def check(trainer: Training) -> None:
     """Check the states and the tensors of all hooks, unless the run saves no checkpoints; every rank must call this.
 
     Raises:
-        HookError: a state would not come back from a checkpoint as it is.
+        HookError: a checkpoint would change a state.
         ConfigError: a tensor belongs to no weight.
     """
     if not trainer.cfg.train.saves:
