@@ -1,7 +1,7 @@
 """Completion of command lines in bash, zsh and fish.
 
 ``wordrun --completion SHELL`` prints a script, whose function calls ``wordrun --complete`` with the words up to the
-cursor. The answer is made from the schema, so it includes parts of the user's own, and needs neither torch nor Hydra.
+cursor. The answer is made from the schema, so it includes the user's parts, and needs neither torch nor Hydra.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _say(line: str) -> None:
 
 
 def _check_incomplete(env: Mapping[str, str]) -> None:
-    """Refuse a rank whose variables are incomplete. It would be taken for a single process."""
+    """Reject a rank whose variables are incomplete, which would be taken for a single process."""
     families = _incomplete(env)
     if families:
         needs = dict.fromkeys(name for family in families for name in (*family.needs, family.size))
@@ -263,7 +263,7 @@ def _incomplete(env: Mapping[str, str]) -> list[Family]:
 
 
 def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
-    """Refuse variables that contradict ``chosen``: one launcher runs inside another, or has left them behind."""
+    """Reject variables that contradict ``chosen``: one launcher runs inside another, or has left them behind."""
     present = [family for family in FAMILIES if family.present(env)]
     if env.get("WORDRUN_LAUNCHER") == chosen.launcher and env.get("WORDRUN_LAUNCH_ID"):
         # launch has removed all others, except a SLURM step's if it was called in one. rank_env.sh has exported the
@@ -279,7 +279,7 @@ def _check_others(chosen: Family, env: Mapping[str, str]) -> None:
 
 
 def _check_agents(env: Mapping[str, str]) -> None:
-    """Refuse an MPI launcher that started a different number of processes than torchrun has agents."""
+    """Reject an MPI launcher that started a different number of processes than torchrun has agents."""
     agents = _number("WORLD_SIZE", env) // max(1, _number("LOCAL_WORLD_SIZE", env))
     for other in FAMILIES:
         if not other.in_steps and other.present(env) and env.get(other.size, str(agents)) != str(agents):

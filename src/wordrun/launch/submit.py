@@ -140,7 +140,7 @@ def send(options: Options, run_id: str = "", snapshot: CodeSnapshot | None = Non
 
     Raises:
         ConfigError: options are missing or not allowed, or a file cannot be written.
-        SubmitError: the scheduler refuses the job.
+        SubmitError: the scheduler rejects the job.
     """
     site, why = site_files.find(options.site, socket.gethostname(), os.environ)
     scheduler = scheduler_of(options, site)

@@ -139,7 +139,7 @@ class BatchNorm(nn.BatchNorm2d):
 class SyncBatchNorm(BatchNorm):
     """Batch normalization with the statistics of all ranks: torch's SyncBatchNorm on accelerators, a mean on CPUs.
 
-    torch's own refuses CPUs.
+    torch's own does not support CPUs.
     """
 
     process_group = None

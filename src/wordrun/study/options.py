@@ -43,7 +43,7 @@ class LauncherOptions:
     """Account that submitted jobs are charged to."""
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with these options."""
+        """Yield a message for each invalid option."""
         for name in ("np", "nodes", "ppn", "parallel", "job_nodes", "points_per_job"):
             if getattr(self, name) is not None:
                 yield from positive("hydra.launcher", self, name)
@@ -99,7 +99,7 @@ class SweeperOptions:
     """Search space, as on the command line: {train.seed: "range(1,4)"}."""
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with these options."""
+        """Yield a message for each invalid option."""
         yield from positive("hydra.sweeper", self, "n_trials", "n_jobs")
         yield from one_of("hydra.sweeper.sampler", self.sampler, ("tpe", "random"))
         yield from one_of("hydra.sweeper.pruner", self.pruner, ("median", "asha", "none"))

@@ -27,7 +27,7 @@ class Local(Launcher):
 
     @classmethod
     def find(cls, search: LauncherSearch) -> Launcher:
-        """Refuse more than one process."""
+        """Return this launcher; more than one process is an error."""
         if search.np > 1:
             raise ConfigError(f"--launcher local starts one process, not {search.np}: omit it, or omit -n")
         return cls(why="--launcher local" if search.wanted else "a single process needs no mpiexec")
