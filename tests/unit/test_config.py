@@ -19,10 +19,11 @@ from hydra.core.global_hydra import GlobalHydra
 import wordrun
 from wordrun import model
 from wordrun.backend.options import DDPConfig, TPConfig
+from wordrun.commands.train import sweep_points
 from wordrun.common import suggestions
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.config import schema as config
-from wordrun.config.compose import Tree, as_yaml, compose
+from wordrun.config.compose import Tree, as_yaml, compose, typed
 from wordrun.config.registry import KINDS, field_docs
 from wordrun.config.rules import check
 from wordrun.config.schema import SECTIONS, SEVERAL, Config, as_dict, schemas
@@ -585,6 +586,87 @@ def test_an_experiment_that_is_no_yaml_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n\tmax_iters: 3\n")
     with pytest.raises(ConfigError, match=r"experiment=mine: the file is not valid YAML: .*mine\.yaml.*line 3"):
         compose(["experiment=mine"], tree=Tree(extra_dir=str(tmp_path)))
+
+
+TYPED = ("1e5", "007", "1_0", "4e10", "12e45678", "0x1F", "1.10", "true", "NO", "on", "12:30:00", "2024-01-01", "+1")
+"""Which YAML or Hydra read as something else."""
+
+
+def an_experiment(folder: Path, text: str, name: str = "mine") -> Tree:
+    (folder / "experiment").mkdir(exist_ok=True)
+    (folder / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+    return Tree(extra_dir=str(folder))
+
+
+def test_an_option_of_type_str_is_what_was_typed() -> None:
+    tags = ",".join(TYPED)
+    cfg = compose(["data=sample", "tracker=wandb", "data.name=007", "tracker.wandb.group=1e5", "hydra.run.dir=1e3",
+                   f"tracker.wandb.tags=[{tags}]", "optimizer.learning_rate=1e-3", "train.compile=true"])  # fmt: skip
+    wandb: Any = cfg.tracker["wandb"]
+    assert (cfg.data.name, wandb.group, cfg.run_dir, wandb.tags) == ("007", "1e5", "1e3", list(TYPED))
+    assert (cfg.optimizer.learning_rate, cfg.train.compile) == (1e-3, True)
+
+
+def test_an_option_of_type_str_in_a_file_is_what_was_typed(tmp_path: Path) -> None:
+    tags = ", ".join(TYPED)
+    tree = an_experiment(tmp_path, f"""
+defaults: [{{override /tracker: wandb}}, {{override /data: sample}}]
+data: {{name: 007}}
+tracker: {{wandb: {{group: 1e5, tags: [{tags}, null_, "1e3"]}}}}
+train: {{max_iters: 1_0, seed: 0x1F, compile: yes}}
+optimizer: {{learning_rate: 1e-3}}
+""")  # fmt: skip
+    cfg = compose(["experiment=mine"], tree=tree)
+    wandb: Any = cfg.tracker["wandb"]
+    assert (cfg.data.name, wandb.group, wandb.tags) == ("007", "1e5", [*TYPED, "null_", "1e3"])
+    assert (cfg.train.max_iters, cfg.train.seed, cfg.train.compile, cfg.optimizer.learning_rate) == (10, 31, True, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("typed_values", "points"),
+    [
+        ("1e3,007,true", ["1e3", "007", "true"]),
+        ("choice(1e3,1e4,a)", ["1e3", "1e4", "a"]),
+        ('choice("1e3",2)', ["1e3", "2"]),
+        ("range(1,3)", ["1", "2"]),
+    ],
+)
+def test_the_points_of_a_sweep_have_what_was_typed(typed_values: str, points: list[str]) -> None:
+    words = typed(["data=sample", f"data.name={typed_values}", "train.seed=1,2"], ["data=sample"], Tree())
+    names = {compose(point).data.name: None for point in sweep_points(words)}
+    assert list(names) == points
+
+
+def test_a_wrong_type_in_a_file_is_one_message_with_the_file(tmp_path: Path) -> None:
+    tree = an_experiment(tmp_path, "train: {max_iters: 1e3, eval_iters: 1.50}\n")
+    assert complaints(lambda: compose(["experiment=mine"], tree=tree)) == [
+        "in experiment/mine.yaml: train.max_iters=1e3: write 1000, without a point or an exponent",
+        "in experiment/mine.yaml: train.eval_iters=1.50 should be a whole number",
+    ]
+
+
+def test_a_file_that_stands_for_too_much_is_refused(tmp_path: Path) -> None:
+    lines = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(9)]
+    tree = an_experiment(tmp_path, "\n".join(lines))
+    (line,) = complaints(lambda: compose(["experiment=mine"], tree=tree))
+    assert re.search(r"mine\.yaml: its aliases .* stand for .* more than the 100,000", line)
+    (line,) = complaints(lambda: compose(["experiment=mine"], tree=an_experiment(tmp_path, "a: &a [*a]\n")))
+    assert "contains itself" in line
+
+
+def test_config_files_that_name_each_other_are_refused(tmp_path: Path) -> None:
+    an_experiment(tmp_path, "defaults: [other]\n")
+    tree = an_experiment(tmp_path, "defaults: [mine]\n", "other")
+    (line,) = complaints(lambda: compose(["data=sample", "experiment=mine"], tree=tree))
+    assert line.startswith("experiment=mine: ")
+    assert "name each other" in line
+
+
+def test_a_whole_number_beyond_64_bits_is_refused() -> None:
+    large = "9" * 23
+    lines = complaints(lambda: compose(["data=sample", f"train.max_iters={large}", f"model.n_embd=-{large}"]))
+    largest = "the largest value is 9223372036854775807"
+    assert {f"train.max_iters={large}: {largest}", f"model.n_embd=-{large}: {largest}"} <= {*lines}
 
 
 def test_an_experiment_may_suit_a_backend_that_is_chosen_after_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import io
+import math
 import re
 import signal
 import sys
@@ -17,7 +18,7 @@ import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from types import FrameType
 
@@ -30,8 +31,8 @@ from wordrun.common import log, suggestions
 from wordrun.common.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.common.version import __version__, versions
 from wordrun.config import project
-from wordrun.config.compose import Tree, compose, register, renamed, to_config
-from wordrun.config.messages import unparsable
+from wordrun.config.compose import Tree, compose, register, renamed, shown, to_config, typed
+from wordrun.config.messages import REFUSALS, unparsable
 from wordrun.config.schema import SECTIONS, SEVERAL, Config, schemas
 from wordrun.dist.hang import watch
 from wordrun.train.help import changed_groups, options_of, overview
@@ -46,12 +47,14 @@ SETTINGS = (
     "--config-dir -cd",
     "--experimental-rerun",
 )
+MOST_POINTS = 100_000
+"""Of a sweep."""
 FLAGS = ("--version", "--info", *(names.split()[0] for names in (*SWITCHES, *SETTINGS)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the command line) and return its exit status."""
-    arguments = typed = list(sys.argv[1:] if argv is None else argv)
+    arguments = given = list(sys.argv[1:] if argv is None else argv)
     world = dist.discover_or_exit()
     if problems := unknown_flags(arguments):
         if world.rank == 0:
@@ -65,9 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.help:
             return _help(args) if world.rank == 0 else 0
         if args.multirun:
-            return _sweep(args, arguments, world)
+            return _sweep(args, world)
         if args.cfg and world.rank == 0:
-            compose(args.overrides, tree=_tree(args))  # our messages rather than Hydra's
+            compose(args.overrides, tree=_tree(args))
+            if args.cfg == "job":
+                print(shown(args.overrides, _tree(args), args.package, resolve=args.resolve), end="")
+                return 0
         if args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
             return _hydra(arguments, lambda composed: None) if world.rank == 0 else 0
         with exit_when_stopped(world), watch.starting(world):
@@ -77,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status, cfg = dist.broadcast(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
             return int(status)
-        return train(cfg, world, own_command(typed))
+        return train(cfg, world, own_command(given))
 
 
 def _load_torch() -> None:
@@ -184,7 +190,7 @@ def _hydra(arguments: Sequence[str], task: Callable[[DictConfig], None]) -> int:
     return 0
 
 
-def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
+def _sweep(args: Namespace, world: dist.World) -> int:
     if world.size > 1:
         if world.rank == 0:
             print(
@@ -194,7 +200,10 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
                 file=sys.stderr,
             )
         return ConfigError.exit_status
-    points = sweep_points(args.overrides)
+    overrides = [renamed(override) for override in args.overrides]
+    with contextlib.suppress(*REFUSALS):  # a mistake is reported below
+        overrides = typed(overrides, sweep_points(overrides)[0], _tree(args))
+    points = sweep_points(overrides)
     shared = set(points[0]).intersection(*points)
     for number, point in enumerate(points):  # find a mistake in the last point before the first one trains
         try:
@@ -211,7 +220,8 @@ def _sweep(args: Namespace, arguments: Sequence[str], world: dist.World) -> int:
             if status := train(to_config(composed, run_dir=HydraConfig.get().runtime.output_dir), world):
                 raise SystemExit(status)
 
-    return _hydra(arguments, task)
+    given = (("--config-path", args.config_path), ("--config-name", args.config_name))
+    return _hydra(["--multirun", *(word for pair in given if pair[1] for word in pair), *overrides], task)
 
 
 def sweep_points(overrides: list[str]) -> list[list[str]]:
@@ -239,7 +249,11 @@ def sweep_points(overrides: list[str]) -> list[list[str]]:
     for text, override in pairs:
         key = override.get_key_element()
         is_swept = override.is_sweep_override()
-        values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()] if is_swept else [text]
+        swept_values = islice(override.sweep_string_iterator(), MOST_POINTS + 1) if is_swept else []
+        values[key] = [f"{key}={value}" for value in swept_values] or [text]
+    if (count := math.prod(map(len, values.values()))) > MOST_POINTS:
+        at_least = "at least " if any(len(each) > MOST_POINTS for each in values.values()) else ""
+        raise ConfigError(f"this sweep has {at_least}{count:,} points, of which there can be {MOST_POINTS:,}")
     return [list(point) for point in product(*values.values())]
 
 

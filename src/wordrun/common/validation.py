@@ -34,6 +34,15 @@ def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
     return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
 
 
+LARGEST = 2**63 - 1
+"""torch's whole numbers have 64 bits."""
+
+
+def too_large(key: str, value: int) -> str:
+    """Return a message if no library can take ``value``, that of the option ``key``; empty: they can."""
+    return f"{key}={value!s:.60}: the largest value is {LARGEST}" if abs(value) > LARGEST else ""
+
+
 UP = re.compile(r"(^|_)(accuracy|top\d+|precision|recall|f1|auc|bleu|rouge|score)($|_)")
 DOWN = re.compile(r"(^|_)(loss|perplexity|error|bits)($|_)")
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from wordrun.common import suggestions
 from wordrun.common.errors import ConfigError, UserError, as_whole, nearest, show
 from wordrun.common.section import Section, value_text
+from wordrun.common.validation import too_large
 from wordrun.config.registry import documentation
 
 Options = TypeVar("Options")
@@ -85,6 +86,9 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
             except ValueError:
                 written = as_whole(value) if convert is int else ""
                 problems.append(f"{argument}{written}" if written else f"{argument} should be {wanted}")
+                continue
+            if convert is int and (problem := too_large(key, getattr(options, field.name))):
+                problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
     return options, others

@@ -16,8 +16,12 @@ import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString, Transformer
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -28,11 +32,15 @@ from wordrun.common.log import LOGGER
 from wordrun.common.run_dir import CHECKPOINTS, locate
 from wordrun.common.run_id import new_run_id
 from wordrun.common.secrets import is_secret
-from wordrun.config import project
-from wordrun.config.messages import REFUSALS, diagnose, name_of, option_names, unknown_option
+from wordrun.common.section import Section
+from wordrun.common.validation import too_large
+from wordrun.config import project, yaml_files
+from wordrun.config.messages import REFUSALS, VALUE, diagnose, name_of, option_names, unknown_option
 from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
-from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, as_dict, schemas
+from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, as_dict, parts_in, schemas
+from wordrun.config.strings import as_typed
+from wordrun.config.yaml_files import YamlFiles
 from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.model.options import ModelConfig
 from wordrun.train.options import DTYPES, ScheduleConfig
@@ -138,7 +146,7 @@ def _run_to_continue(composed: DictConfig) -> str | None:
     source = composed.train.resume
     if source in (None, "auto"):
         return None
-    if source == "True":
+    if str(source).lower() == "true":
         raise ConfigError(
             "train.resume=true does not say what to resume: use train.resume=outputs/latest for the newest run, or "
             "train.resume=auto for the newest checkpoint in hydra.run.dir"
@@ -164,6 +172,7 @@ def to_config(
     Raises:
         ConfigError: if there are unknown keys or invalid values; the message names all of them.
     """
+    yaml_files.replace_marks(composed)
     problems = list(_undeclared(composed))
     if composed.get("run_dir"):
         problems.append(f"run_dir={composed.run_dir} cannot be set directly: use hydra.run.dir={composed.run_dir}")
@@ -175,6 +184,7 @@ def to_config(
             composed.pop("hydra", None)  # in a sweep, Hydra has already removed it
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
+        problems += _too_large(parts_in(cfg))
         cfg = replace(cfg, run_dir=directory, secrets=dict(_secrets(composed)))
         if checked:
             check(cfg, ranks, per_node)
@@ -185,6 +195,17 @@ def to_config(
     except OmegaConfBaseException as error:
         problems.append(f"{error.full_key or 'config'}: {first_line(error)}")
     raise ConfigError("\n".join(problems))
+
+
+def _too_large(values: Any, prefix: str = "") -> Iterator[str]:
+    """Yield a message for each whole number in options, or a container of them, that no library can take."""
+    if isinstance(values, int) and (problem := too_large(prefix, values)):
+        yield problem
+    entries = vars(values) if isinstance(values, Section) else values
+    for name, each in entries.items() if isinstance(entries, dict) else ():
+        yield from _too_large(each, f"{prefix}.{name}" if prefix else name)
+    for each in entries if isinstance(entries, list) else ():
+        yield from _too_large(each, prefix)
 
 
 def _secrets(composed: DictConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -232,7 +253,8 @@ def register() -> None:
     if "schema.yaml" not in store.repo:  # once only: storing takes a seventh of the time of composing
         # The base class: Hydra merges the options of any tokenizer into it, but not into those of tokenizer=char.
         store.store(name="schema", node=Config(tokenizer=TokenizerConfig()))
-    for plugin in (PartSource, SearchPath):
+    yaml_files.register()
+    for plugin in (PartSource, YamlFiles, SearchPath):
         Plugins.instance().register(plugin)
     stored = {name.removesuffix(".yaml") for name in store.repo.get("train.backend", ())}
     for backend in backends():
@@ -257,10 +279,23 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     """Return what Hydra composes.
 
     Raises:
-        HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError: an override is invalid.
+        Exception: one of REFUSALS; an override is invalid.
     """
     register()
-    extra = [f"hydra.searchpath=[file://{os.path.abspath(tree.extra_dir)}]"] if tree.extra_dir else []
+    overrides = as_typed(searched(overrides, tree.extra_dir), OmegaConf.create())
+    try:
+        composed = _compose_once(overrides, tree)
+    except REFUSALS:  # also of 1e3 for an option of type int | str, if nothing else is wrong
+        others = [override for override in overrides if not VALUE.fullmatch(override)]
+        if others == overrides or (quoted := as_typed(overrides, _compose_once(others, tree))) == overrides:
+            raise
+        return _compose_once(quoted, tree)
+    # Only the composed tree has the types of the options.
+    quoted = as_typed(overrides, composed)
+    return composed if quoted == overrides else _compose_once(quoted, tree)
+
+
+def _compose_once(overrides: list[str], tree: Tree) -> DictConfig:
     with all_problems():
         backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
         GlobalHydra.instance().clear()
@@ -271,9 +306,41 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
         )
         try:
             with start:
-                return hydra.compose(tree.name, [*extra, *overrides], return_hydra_config=True)
+                composed = hydra.compose(tree.name, overrides, return_hydra_config=True)
+                yaml_files.replace_marks(composed)
+                return composed
         finally:
             GlobalHydra.instance().hydra = backup
+
+
+def typed(overrides: Sequence[str], point: Sequence[str], tree: Tree) -> list[str]:
+    """Return the ``overrides`` of a sweep as Hydra reads them without loss; ``point``: those of one of its points."""
+    return as_typed(searched(overrides, tree.extra_dir), _compose(list(point), tree))
+
+
+def searched(overrides: Sequence[str], extra_dir: str | None) -> list[str]:
+    """Return ``overrides`` with one search path, in which wordrun rather than Hydra reads the files of folders.
+
+    Hydra would lose what is written for options of type str.
+    """
+    own = [override for override in overrides if name_of(override) == "hydra.searchpath"]
+    folders: list[Any] = []
+    try:
+        for override in own[-1:]:
+            value: Any = OverridesParser.create().parse_override(override).value()
+            folders += value
+    except (HydraException, TypeError):  # reported by Hydra
+        return list(overrides)
+    folders += [os.path.abspath(extra_dir)] if extra_dir else []
+    if not folders:
+        return list(overrides)
+    path = [QuotedString(_read_by_wordrun(folder), Quote.double) for folder in folders]
+    return [f"hydra.searchpath={Transformer.str(path)}", *(each for each in overrides if each not in own)]
+
+
+def _read_by_wordrun(folder: str) -> str:
+    folder = folder.removeprefix("file://")
+    return folder if "://" in folder else f"{YamlFiles.scheme()}://{folder}"
 
 
 def _undeclared(composed: DictConfig) -> Iterator[str]:
@@ -295,6 +362,21 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
                 yield from walk(node[key], f"{name}.")
 
     yield from walk(composed, "")
+
+
+def shown(overrides: Sequence[str], tree: Tree, package: str | None, *, resolve: bool) -> str:
+    """Return the composed tree, or the ``package`` of it, as Hydra's --cfg job prints it."""
+    composed = _compose([renamed(override) for override in overrides], tree)
+    HydraConfig.instance().set_config(composed)
+    with open_dict(composed):
+        composed.pop("hydra")
+    part = OmegaConf.select(composed, package) if package not in (None, "_global_") else composed
+    if part is None:
+        raise ConfigError(f"--package {package}: the config has none")
+    if not OmegaConf.is_config(part):
+        return f"{part}\n"
+    header = f"# @package {package}\n" if part is not composed else ""
+    return header + OmegaConf.to_yaml(part, resolve=resolve)
 
 
 def as_yaml(cfg: Config) -> str:
@@ -332,9 +414,11 @@ class SearchPath(SearchPathPlugin):
     """Adds the project's conf/ and the parts to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add both, after wordrun's own files."""
+        """Add both, after wordrun's own files; let wordrun read the user's folders."""
+        for each in search_path.get_path():
+            each.path = _read_by_wordrun(each.path)
         if folder := project.here().conf:
-            search_path.append("project", f"file://{folder}")
+            search_path.append("project", _read_by_wordrun(str(folder)))
         search_path.append("parts", f"{PartSource.scheme()}://")
 
 

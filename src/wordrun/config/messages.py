@@ -16,9 +16,10 @@ from wordrun.common import suggestions
 from wordrun.common.errors import ConfigError, as_whole, first_line, listed, nearest
 from wordrun.config.registry import backends, parts
 from wordrun.config.schema import SECTIONS, SEVERAL, parts_in, schemas
+from wordrun.config.strings import as_typed
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
-REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError)
+REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError, RecursionError)
 # wordrun's own plugins.
 PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
 GROUPS = (*SECTIONS, "experiment", "train.backend")
@@ -61,7 +62,7 @@ def diagnose(
         left = [*refused]
     for override in (o for o in overrides if VALUE.fullmatch(o)):
         try:
-            (parsed,) = OverridesParser.create().parse_overrides([override])
+            (parsed,) = OverridesParser.create().parse_overrides(as_typed([override], base))
             if parsed.is_sweep_override():
                 raise HydraException("Ambiguous value")
             OmegaConf.update(base, parsed.key_or_group, parsed.value())
@@ -81,6 +82,8 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     """Return our message for an ``override`` that Hydra rejects with ``error``."""
     if isinstance(error, ConfigError):  # about a part, which Hydra was loading
         return str(error)
+    if isinstance(error, RecursionError):
+        return f"{override:.200}: nested too deeply, or its config files name each other in their defaults"
     value = override.partition("=")[2]
     name, text = name_of(override), str(error)
     if isinstance(error, YAMLError):
@@ -123,14 +126,21 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     known = sorted({*option_names(base), *GROUPS})
     if name not in known and name.partition(".")[0] != "hydra":
         return unknown_option(name, known)
-    # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
-    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    if match := re.search(r"(?:converted to|not a valid) (\w+)", f"{text} {error.__cause__}"):
-        written = as_whole(value) if match[1] == "Integer" else ""
-        return f"{name}={value}{written}" if written else f"{name}={value} should be {wanted.get(match[1], match[1])}"
+    if problem := wrong_type(name, value, error):
+        return problem
     if value == "null":
         return f"{name}=null needs a value: omit it for the default"
     return f"{override}: {reason}"
+
+
+def wrong_type(name: str, value: str, error: Exception) -> str:
+    """Return our message for an ``error`` about the type of a ``value``; empty: it is another one."""
+    # "Value 'abc' of type 'str' could not be converted to Integer", "Value 'maybe' is not a valid bool"
+    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    if not (match := re.search(r"(?:converted to|not a valid) (\w+)", f"{error} {error.__cause__}")):
+        return ""
+    written = as_whole(value) if match[1] == "Integer" else ""
+    return f"{name}={value}{written}" if written else f"{name}={value} should be {wanted.get(match[1], match[1])}"
 
 
 def unparsable(override: str) -> str:

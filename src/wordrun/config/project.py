@@ -23,6 +23,9 @@ from wordrun.common.errors import ConfigError, first_line, nearest
 GROUP = "wordrun"
 """The entry points of installed packages that name a module which registers parts."""
 SETTINGS = ("module",)
+MOST_BYTES = 1_000_000
+MOST_VALUES = 100_000
+"""Limits of a YAML file; ten lines with aliases of aliases can stand for 10^10 values."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def _declarations(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         import yaml
 
         try:
-            settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            settings = read_yaml(file)
+        except yaml.YAMLError as error:
             raise ConfigError(f"{file}: {' '.join(str(error).split())}") from None
         found.append((str(file), {} if settings is None else settings))
     if (file := folder / "pyproject.toml").is_file():
@@ -102,6 +105,43 @@ def _declarations(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     if len(found) > 1:
         raise ConfigError(f"{found[0][0]} and {found[1][0]} both declare the project: remove one of them")
     return found
+
+
+def read_yaml(file: Path, loader: Any = None) -> Any:
+    """Return what is in a YAML file of the user's, in bounded time and memory; ``loader``: default yaml.SafeLoader.
+
+    Raises:
+        ConfigError: it cannot be read, or its aliases stand for too much.
+        YAMLError: it is not valid.
+    """
+    import yaml
+
+    try:
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise ConfigError(f"{file} has {size:,} bytes, more than the {MOST_BYTES:,} that a config file may have")
+        with file.open(encoding="utf-8") as stream:
+            reader = (loader or yaml.SafeLoader)(stream)
+            node = reader.get_single_node()
+        if (count := _values(node, {})) > MOST_VALUES:
+            raise ConfigError(
+                f"{file}: its aliases (*NAME) stand for {count:.3g} values, more than "
+                f"the {MOST_VALUES:,} that a config file may have"
+            )
+        return reader.construct_document(node) if node else None
+    except RecursionError:
+        raise ConfigError(f"{file} contains itself (by *NAME), or is nested too deeply") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _values(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a YAML ``node`` has with aliases replaced; ``known``: those of others by their id."""
+    if node is None or isinstance(node.value, str):
+        return 1
+    if id(node) not in known:
+        inside = [each for entry in node.value for each in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_values(each, known) for each in inside)
+    return known[id(node)]
 
 
 def _tables(file: Path, text: str) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from wordrun.commands.train import flags
 from wordrun.common.errors import ConfigError, UserError, first_line, show
+from wordrun.config.strings import as_typed
+from wordrun.launch.sweeps_and_studies import unquoted
 from wordrun.study import sweep
 from wordrun.study.options import LauncherOptions, SweeperOptions
 
@@ -31,7 +33,8 @@ def prepare(config: DictConfig, *options: LauncherOptions | SweeperOptions) -> N
 def launch(context: HydraContext, config: DictConfig, options: LauncherOptions, batch: Sequence[Sequence[str]]) -> int:
     """Run or submit the points; print a user error, and return the exit status."""
     try:
-        return sweep.launch(folder(config), command(), options, batch, subdirs(context, config))
+        written = [[as_written(override, config) for override in overrides] for overrides in batch]
+        return sweep.launch(folder(config), command(), options, written, subdirs(context, config))
     except UserError as error:
         return show(error)
 
@@ -45,13 +48,20 @@ def search(context: HydraContext, config: DictConfig, options: SweeperOptions, a
             raise ConfigError(
                 f"hydra/sweeper=wordrun_optuna needs Optuna ({first_line(error)}): pip install 'wordrun[optuna]'"
             ) from None
-        given = [f"{key}={value}" for key, value in options.params.items()]
+        given = as_typed([f"{key}={value}" for key, value in options.params.items()], config)
         space, fixed = search.parse([*given, *arguments])
         return search.run(
             folder(config), command(), launcher_options(config), options, space, fixed, subdirs(context, config)
         )
     except UserError as error:
         return show(error)
+
+
+def as_written(override: str, config: DictConfig) -> str:
+    """Return ``override`` as it was typed: without quotes that it needs only until its option's type is known."""
+    key, _, value = override.partition("=")
+    plain = f"{key}={unquoted(value)}"
+    return plain if plain != override and as_typed([plain], config) == [override] else override
 
 
 def launcher_options(config: DictConfig) -> LauncherOptions:

@@ -230,7 +230,7 @@ def one_line(metrics: dict[str, Any], max_iters: int, seconds_left: float = 0.0)
         parts.append(f"MFU {metrics['mfu']:.1f} %")
     parts.append(f"{metrics['memory']:.2f} GiB")
     if seconds_left:
-        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
+        parts.append(f"{timedelta(seconds=round(min(seconds_left, timedelta.max.total_seconds() - 1)))} left")
     return "  ".join(parts)
 
 
