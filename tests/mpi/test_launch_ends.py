@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,3 +200,16 @@ def test_a_rank_that_leaves_training_with_status_0(
 def test_commands_that_end_early_have_finished(words: list[str], command: Command) -> None:
     done = command(LAUNCH, "-n", "2", str(BIN / "wordrun"), *words)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    launch = [LAUNCH, "--launcher", "hydra", "-n", "2"]
+    with subprocess.Popen([*launch, "sleep", "60"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL) as killed:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("wordrun-launch-*/*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        killed.send_signal(signal.SIGKILL)
+    assert list(tmp_path.glob("wordrun-*"))
+    subprocess.run([*launch, "true"], cwd=tmp_path, env=env, check=True)
+    assert not list(tmp_path.glob("wordrun-*"))

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import os
 from collections.abc import Iterator
+
+from wordrun.common import owner
 
 PREFIX = "ended-"
 """The name of a file with a host's ranks that have ended with status 0 begins with this."""
@@ -27,7 +30,9 @@ def unfinished() -> Iterator[None]:
     path = f"{os.environ.get(UNFINISHED, '')}-{os.getpid()}"
     try:
         if os.path.isabs(path):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with contextlib.suppress(OSError), open(descriptor, "wb", buffering=0) as file:
+                file.write(json.dumps(owner.this_process()).encode())  # with which a later launch may remove it
     except OSError:  # an enclosing block has made the file, or it cannot be made
         path = ""
     try:

@@ -18,7 +18,7 @@ from typing import Any
 from wordrun.common import exit_reports
 from wordrun.common.errors import REQUEUE, ConfigError
 from wordrun.common.files import why
-from wordrun.launch import processes, stdin
+from wordrun.launch import leftovers, processes, stdin
 from wordrun.launch.connection_watch import ConnectionWatch
 from wordrun.launch.job import short
 from wordrun.launch.launchers.base import PASSED_ON
@@ -46,10 +46,12 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None =
     if status_dir:
         try:
             os.mkdir(status_dir, 0o700)
+            leftovers.claim(status_dir)
         except OSError as error:
             remedy = "point TMPDIR to a folder of yours" if plan.job.is_local else "launch from a folder of yours"
             raise ConfigError(f"cannot create {status_dir}: {why(error)}; {remedy}") from None
     failure = ""
+    leftovers.clear(os.path.dirname(plan.decided.status_dir))
     try:
         _write_files(plan)
         record, env = _begin_record(plan)
@@ -88,6 +90,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None =
         if status_dir:
             shutil.rmtree(status_dir, ignore_errors=True)  # a rank on another host may write there even now
             exit_reports.take_unfinished(exit_reports.unfinished_prefix(plan.decided.launch_id, ""))
+        leftovers.clear_memory()
     if record:
         try:
             record.end(outcome.status, failure, output.folded)

@@ -7,25 +7,21 @@ the files of shards that this node holds; other nodes hold the rest. Nothing her
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from wordrun.checkpoint import checksums
 from wordrun.checkpoint.folder import DamagedError, Folder, file_of, folder_name
-from wordrun.common import cgroup
+from wordrun.common import cgroup, shm
 from wordrun.common.errors import UserError
 from wordrun.common.files import read_proc
 
-ROOT = "WORDRUN_SHM"
-"""Variable that names another file system in memory than /dev/shm, the same on all ranks of a node."""
 NAME = re.compile(r"step-(\d{8,})-[0-9a-f]+-\d+")
 SHARDS = re.compile(re.escape(file_of(0)).replace("00000", r"(\d{5,})"))
 ABANDONED_S = 3600
@@ -40,14 +36,13 @@ class NodeMemory:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.root = Path(os.environ.get(ROOT) or "/dev/shm")
-        self.home = self.root / f"wordrun-memory-{os.getuid()}"
+        self.root, self.home = shm.root(), shm.home()
         self.path = self.home / f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}"
         try:
             self.home.mkdir(mode=0o700, exist_ok=True)
-            if self.home.is_symlink() or self.home.stat().st_uid != os.getuid():
+            if not shm.is_own(self.home):
                 raise UserError(f"{self.home} belongs to another user")
-            self._lock = _shared(self.path)
+            self._lock = shm.open_shared(self.path)
             there = self.path.stat()
         except OSError as error:
             raise UserError(f"cannot write to {error.filename or self.root}: {error.strerror}") from None
@@ -134,51 +129,11 @@ class NodeMemory:
         for draft in self.path.glob(".*"):
             shutil.rmtree(draft, ignore_errors=True)
         others = [path for path in self.home.iterdir() if path != self.path]
-        for path in sorted(others, key=_changed):
-            if time.time() - _changed(path) > ABANDONED_S or self.room() < needed:
-                with _alone(path) as alone:
-                    if alone:
-                        shutil.rmtree(path, ignore_errors=True)
+        for path in sorted(others, key=shm.last_change):
+            if time.time() - shm.last_change(path) > ABANDONED_S or self.room() < needed:
+                shm.remove_abandoned(path)
 
 
 def name_of(step: int, launch: str, number: int) -> str:
     """Return the name of a checkpoint, which no other launch of the run uses, even after the same step."""
     return f"{folder_name(step)}-{launch}-{number}"
-
-
-def _changed(path: Path) -> float:
-    """Return when something was last written below ``path``, as seconds since the epoch."""
-    times = [0.0]
-    for each in (path, *path.glob("*")):
-        with contextlib.suppress(OSError):
-            times.append(each.stat().st_mtime)
-    return max(times)
-
-
-def _shared(path: Path) -> int:
-    """Create the folder ``path`` if necessary, and lock it together with this node's other ranks."""
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        with contextlib.suppress(FileNotFoundError):  # another run has just removed it
-            if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                return descriptor
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Lock a folder for a ``with`` block; yields False if a rank of a running job holds it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)

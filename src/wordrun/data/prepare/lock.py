@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wordrun.common import sigint
+from wordrun.common import owner, sigint
 from wordrun.common.log import LOGGER
 from wordrun.data.prepare.writer import make_folder
 from wordrun.dist import World
@@ -95,15 +94,15 @@ def _content(path: Path) -> dict[str, Any] | None:
 
 
 def _take(path: Path) -> bool:
-    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+    content = json.dumps(owner.this_process())
     for _ in range(2):
         try:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(content)
             return True
         except FileExistsError:
-            lives = _lives_here(path)
-            if lives or (lives is None and not _is_silent(path)):
+            dead = owner.is_dead(_content(path) or {})
+            if dead is False or (dead is None and not _is_silent(path)):
                 return False
             with contextlib.suppress(OSError):  # if several processes get here, only one rename succeeds
                 os.rename(path, path.with_name(f"{path.name}.{os.getpid()}"))
@@ -131,18 +130,4 @@ def _is_silent(path: Path) -> bool:
         if _last_beat(path) != beat:
             return False
         time.sleep(POLL_S)
-    return True
-
-
-def _lives_here(path: Path) -> bool | None:
-    """Return whether the holder is running, or None if it is on another host."""
-    content = _content(path)
-    if content is None or content["host"] != socket.gethostname():
-        return None
-    try:
-        os.kill(content["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
     return True
