@@ -225,7 +225,7 @@ def test_compiling_the_backward_pass_is_no_hang(
 
     def slow(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
         seen.append(stacks.compiles(stacks.own()))
-        end = time.monotonic() + 0.7
+        end = time.monotonic() + 1.6
         while time.monotonic() < end:
             time.sleep(0.01)
         return make_boxed_func(graph)
@@ -235,7 +235,7 @@ def test_compiling_the_backward_pass_is_no_hang(
     model = torch.compile(lambda x: x.sin().cos(), backend=backend, dynamic=False)
     losses = [model(torch.ones(size, requires_grad=True)).sum() for size in (2, 3)]
     monkeypatch.setattr(watch, "SLOW", 100.0)
-    one = watch.Watch(World(), tmp_path / "failures", 0.3)
+    one = watch.Watch(World(), tmp_path / "failures", 1.0)  # longer than torch takes before it compiles
     try:
         with one.phase("training"):
             pass  # the first time, the limit is longer
