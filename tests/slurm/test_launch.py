@@ -55,7 +55,9 @@ def wait_for(job: subprocess.Popen[str], path: Path, text: str, count: int = 1, 
 
 
 def test_in_salloc_each_rank_knows_its_place(cluster: Cluster, tmp_path: Path) -> None:
-    got = cluster.run("salloc", "-N2", "--ntasks-per-node=2", "launch", "-N", "2", "-n", "4", "sh", "-c", WHO)
+    """In blocks, whatever the job's distribution is."""
+    job = ("salloc", "-N2", "--ntasks-per-node=2", "--distribution=cyclic")
+    got = cluster.run(*job, "launch", "-N2", "-n4", "sh", "-c", WHO)
     assert got.returncode == 0, got.stderr
     lines = sorted(got.stdout.splitlines())
     first, second = lines[0].split()[5], lines[3].split()[5]
@@ -69,12 +71,15 @@ def test_in_salloc_each_rank_knows_its_place(cluster: Cluster, tmp_path: Path) -
 
 
 def test_in_sbatch_with_uneven_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    script = batch(tmp_path, f"launch sh -c '{WHO}'", nodes="2", ntasks="4", wait_all_nodes="1")
+    """And with --export=NONE, which srun would obey, too."""
+    lines = (f"export PATH={Path(sys.executable).parent}:$PATH MINE=kept", f"launch sh -c '{WHO} $MINE'")
+    script = batch(tmp_path, *lines, nodes="2", ntasks="4", wait_all_nodes="1", export="NONE")
     got = cluster.run("sbatch", "--wait", script)
     text = (tmp_path / "out-4294967294.txt").read_text()
     assert got.returncode == 0, text
     places = sorted(re.findall(r"(\d)/4 (\d)/(\d) node (\d)", text))
     # SLURM itself puts three tasks on the first node and one on the second.
+    assert text.count(" kept\n") == 4, text
     assert places == [("0", "0", "3", "0"), ("1", "1", "3", "0"), ("2", "2", "3", "0"), ("3", "0", "1", "1")]
 
 

@@ -119,6 +119,11 @@ def test_every_option_is_read() -> None:
     )
 
 
+def test_a_number_may_follow_its_letter_as_for_srun() -> None:
+    assert parse(["-N2", "-n4", "x", "-n9"]) == Options(nodes=2, np=4, command=("x", "-n9"))
+    assert parse(["-n=4", "x"]).np == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -130,6 +135,10 @@ def test_every_option_is_read() -> None:
         (["--dryrun", "x"], "unknown option '--dryrun'; did you mean '--dry-run'? (launch --help lists the options)"),
         (["--dry", "x"], "unknown option '--dry'"),  # no abbreviations
         (["-np", "2", "x"], "unknown option '-np'; did you mean '--np'?"),
+        (["--ntasks=4", "x"], "unknown option '--ntasks'; did you mean '--np'?"),
+        (["--ntasks-per-node", "2", "x"], "unknown option '--ntasks-per-node'; did you mean '--ppn'?"),
+        (["-t", "10", "x"], "unknown option '-t'; did you mean '--walltime'?"),
+        (["-N2-4", "x"], "-N 2-4 should be a whole number, at least 1"),
         (["--prewarm", "x"], "--prewarm was removed: copy the Python environment to node-local disk"),
         (["--relaunch", "3", "x"], "unknown option '--relaunch'"),
         (["--launcher", "hidra", "x"], "should be one of pals, hydra, openmpi, srun, torchrun, local; did you mean 'h"),

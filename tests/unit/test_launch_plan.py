@@ -98,6 +98,12 @@ def test_ranks_that_share_cores_are_announced() -> None:
     assert crowd({}, memory=1e6) == crowd({"np": 5, "oversubscribe": True}, memory=1e6) == ""
     crowded = Job(hosts=("a", "b"), cores=(8, 8), devices=(0, 0), slots=(100, 100), scheduler="slurm")
     assert crowd({"np": 200}, job=crowded) == ""  # the scheduler has decided
+    uneven = replace(crowded, slots=(2, 1), scheduler="pbs")
+    assert crowd({"np": 3}, job=uneven) == crowd({"ppn": 1}, job=uneven) == ""
+    note = "2 ranks on b, where the job has room for 1: they share cores, so all may be slow"
+    assert crowd({"ppn": 2}, job=uneven) == note
+    single = replace(crowded, slots=(1, 1), granted=(1, 1), scheduler="pbs")
+    assert crowd({"ppn": 2}, job=single).startswith("2 ranks on a (and on 1 other host), where the job has room for 1")
 
 
 @pytest.mark.parametrize(

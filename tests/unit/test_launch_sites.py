@@ -77,7 +77,7 @@ def words(plan: LaunchPlan) -> str:
     return " ".join(plan.argv[: -len(COMMAND) - 2])
 
 
-STEP = "--kill-on-bad-exit=1 --wait=60 --input=0 --disable-status --job-name=wordrun-1-aa"
+STEP = "--export=ALL --kill-on-bad-exit=1 --wait=60 --input=0 --disable-status --job-name=wordrun-1-aa"
 
 
 def test_polaris(cluster: Cluster) -> None:

@@ -54,6 +54,17 @@ COMMANDS = {
     "submit": "launch --submit",
 }
 """Commands that wordrun does not have, and the command that does the same."""
+LAUNCH = {
+    **dict.fromkeys(("--ntasks", "--nproc", "-np"), "--np"),
+    **dict.fromkeys(("--nnodes", "-nnodes"), "--nodes"),
+    **dict.fromkeys(("--ntasks-per-node", "--tasks-per-node", "--nproc-per-node", "--nproc_per_node"), "--ppn"),
+    **dict.fromkeys(("-ppn", "-npernode", "--npernode"), "--ppn"),
+    **dict.fromkeys(("-f", "-machinefile", "--machinefile", "-hostfile", "-H", "-w", "--nodelist"), "--hostfile"),
+    **dict.fromkeys(("-p", "--partition", "-q", "--qos"), "--queue"),
+    **{"-t": "--walltime", "--time": "--walltime", "-A": "--account", "-J": "--job-name", "-x": "--env"},
+    **dict.fromkeys(("--gpus-per-node", "--gres", "-G"), "--gpus"),
+}
+"""Options of srun, sbatch, mpiexec and torchrun, and launch's for the same thing."""
 GONE: dict[str, str] = {
     "plan.speeds": "wordrun study scaling measures the time of a step",
     "plan.bandwidth": "wordrun study scaling measures the time of a step",

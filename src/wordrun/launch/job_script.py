@@ -65,7 +65,7 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
     ]
     # Exit statuses of module commands are unreliable; setup_python checks that they took effect.
     activation, home = _environment(origin.prefix, bool(site.modules))
-    lines += [*site.modules, *activation, *_carried(origin, scheduler)]
+    lines += [*site.modules, *activation, *_carried(origin)]
     if origin.setup:
         setup_job = ["setup_job", *passed_on(options, scheduler)]
         setup_python = f"setup_python {shlex.quote(home)}" if home else "setup_python"
@@ -78,11 +78,9 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
     return "\n".join([*lines, "", *_ending(options, scheduler), ""])
 
 
-def _carried(origin: Origin, scheduler: Scheduler) -> list[str]:
-    """Return the lines that set variables of the submitting shell, unless the scheduler itself passes them on."""
+def _carried(origin: Origin) -> list[str]:
+    """Return the lines that set variables of the submitting shell, which jobs of SLURM may lack, too (SBATCH_EXPORT)."""
     given = {name: origin.env[name] for name in CARRIED if origin.env.get(name)}
-    if scheduler.passes_environment:
-        return []
     # The job may run in a copy of the folder, in which a relative path would be another one.
     folders = {name: os.path.join(origin.cwd, path) for name, path in given.items() if name in FOLDERS}
     return [f"export {name}={shlex.quote(text)}" for name, text in {**given, **folders}.items()]

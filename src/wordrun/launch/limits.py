@@ -24,7 +24,7 @@ MOST_NAMED = 3
 
 
 def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) -> str:
-    """Return a note if ranks share the cores of this machine. In a scheduler's job, ``decide_ranks`` has checked.
+    """Return a note if ranks share the cores of this machine, or exceed a host's room in a job.
 
     Args:
         options: the command line.
@@ -36,7 +36,14 @@ def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) ->
         ConfigError: there are too many ranks for the cores or the memory, and --oversubscribe was not given.
     """
     if not job.is_local:
-        return ""
+        # Equal slots may be a mere default; PBS tells unequal ones, but not the cores of hosts other than the first.
+        have = job.slots if len({*job.slots}) > 1 else tuple(map(max, job.slots, job.threads))
+        crowded = [each for each in zip(job.hosts, ranks.layout, have, strict=False) if each[1] > each[2]]
+        if not crowded or any(job.devices):  # ranks that share devices have a note of their own
+            return ""
+        (host, n, room), *others = crowded
+        more = f" (and on {len(others)} other host{'s' * (len(others) > 1)})" if others else ""
+        return f"{n} ranks on {host}{more}, where the job has room for {room}: they share cores, so all may be slow"
     n, cores = max(zip(ranks.layout, job.cores, strict=False), key=lambda pair: pair[0] / pair[1])
     have = f"{cores} core{'s' * (cores > 1)}"
     by_cores, by_memory = PER_CORE * cores, n if memory is None else int(memory / RANK_BYTES)

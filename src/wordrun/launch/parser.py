@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.suggestions import LAUNCH
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.options import Options
 from wordrun.launch.schedulers import SCHEDULERS
@@ -193,6 +194,8 @@ GONE = {
 """Options that ``launch`` no longer has, and what to use instead."""
 
 _RANKS, _START, SUBMISSION, _ = GROUPS.values()
+# A short option with its value, as in -N2.
+ATTACHED = re.compile(r"(-[nN])=?(\d.*)")
 # Options passed on to the launch inside a submitted job.
 INNER = (*_RANKS, *_START)
 
@@ -244,10 +247,12 @@ def parse(words: Sequence[str]) -> Options:
         word = rest.pop(0)
         if word == "--":
             break
-        name, equals, value = word.partition("=")
+        attached = ATTACHED.fullmatch(word)
+        name, equals, value = (attached[1], "=", attached[2]) if attached else word.partition("=")
         option = OPTIONS.get(name)
-        if option is None or (equals and not name.startswith("--")):
-            unknown = f"unknown option '{name}'{nearest(name, OPTIONS)} (launch --help lists the options)"
+        if option is None:
+            meant = f"; did you mean '{LAUNCH[name]}'?" if name in LAUNCH else nearest(name, OPTIONS)
+            unknown = f"unknown option '{name}'{meant} (launch --help lists the options)"
             problems.append(f"{name} was removed: {GONE[name]}" if name in GONE else unknown)
             break  # it may take a value, so it is unclear where COMMAND begins
         if name == "--elastic" and (equals or "".join(rest[:1]).isdigit()):

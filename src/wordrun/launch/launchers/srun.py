@@ -26,6 +26,8 @@ class Srun(Launcher):
     """The value of --mpi; empty: SLURM's default, or what the user or the site says."""
     network: str = ""
     """The network library that MPICH has to use; empty: any."""
+    distribution: str = ""
+    """How the submission spreads tasks over nodes (SLURM_DISTRIBUTION); empty: the step inherits nothing."""
 
     name = "srun"
     scheduler = "slurm"
@@ -53,8 +55,9 @@ class Srun(Launcher):
         path, _ = find_command("srun", search.env.get("PATH", ""))
         if path:
             mpi = mpi_type.choose(path, search)
+            spread = search.env.get("SLURM_DISTRIBUTION", "")
             why = "--launcher srun" if search.wanted else "SLURM's own, in PATH"
-            return cls(path, "; ".join(filter(None, (why, mpi.why))), mpi.warning, mpi.type, mpi.network)
+            return cls(path, "; ".join(filter(None, (why, mpi.why))), mpi.warning, mpi.type, mpi.network, spread)
         remedy = "launch outside of it, or use --launcher hydra, openmpi or torchrun"
         raise NoLauncherError(
             f"this is a SLURM job, but there is no srun in PATH (a container often has none): {remedy}"
@@ -74,6 +77,8 @@ class Srun(Launcher):
             where = (*where, "--distribution=arbitrary")
         else:
             where = (f"--ntasks-per-node={ranks.ppn}", *where)
+            if self.distribution.partition(":")[0] not in ("", "*", "block"):
+                where = (*where, "--distribution=block")  # the job's would number ranks across nodes
             # srun may take any of the job's nodes; rank 0 must be on the host in MASTER_ADDR.
             if ranks.nodes < len(job.hosts) or options.hostfile or job.partial:
                 hosts = ",".join(request.hosts)
@@ -88,6 +93,7 @@ class Srun(Launcher):
             *where,
             *mpi,
             *args,
+            "--export=ALL",  # else SLURM_EXPORT_ENV, from sbatch --export, would keep variables from the ranks
             "--kill-on-bad-exit=1",
             "--wait=60",
             "--input=0",

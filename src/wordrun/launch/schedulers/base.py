@@ -42,8 +42,6 @@ class Scheduler:
     """Command that starts a job with a shell."""
     nodes_of_shell: ClassVar[str] = ""
     """Options with which ``interactive`` requests {nodes} nodes."""
-    passes_environment: ClassVar[bool] = False
-    """Whether a job gets the variables of the shell that submits it."""
     job_query: ClassVar[tuple[str, ...]] = ()
     """Command that prints something about a job that waits or runs; the job's id is appended."""
     unknown_job: ClassVar[str] = ""

@@ -35,7 +35,7 @@ class Slurm(Scheduler):
     checks_names = False
     end_query = ("squeue", "-h", "-o", "%e", "-j")
     submitter, canceller, directive, interactive = "sbatch", "scancel", "#SBATCH", "salloc"
-    nodes_of_shell, passes_environment = "-N {nodes}", True
+    nodes_of_shell = "-N {nodes}"
     job_query, unknown_job = ("squeue", "--noheader", "--jobs"), "Invalid job id"
     output = "{name}-{number}.out"
     sharing = ("--overlap",)
