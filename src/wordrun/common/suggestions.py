@@ -61,7 +61,10 @@ LAUNCH = {
     **dict.fromkeys(("-ppn", "-npernode", "--npernode"), "--ppn"),
     **dict.fromkeys(("-f", "-machinefile", "--machinefile", "-hostfile", "-H", "-w", "--nodelist"), "--hostfile"),
     **dict.fromkeys(("-p", "--partition", "-q", "--qos"), "--queue"),
-    **{"-t": "--walltime", "--time": "--walltime", "-A": "--account", "-J": "--job-name", "-x": "--env"},
+    **dict.fromkeys(("-t", "--time"), "--walltime"),
+    "-A": "--account",
+    "-J": "--job-name",
+    "-x": "--env",
     **dict.fromkeys(("--gpus-per-node", "--gres", "-G"), "--gpus"),
 }
 """Options of srun, sbatch, mpiexec and torchrun, and launch's for the same thing."""

@@ -79,7 +79,7 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
 
 
 def _carried(origin: Origin) -> list[str]:
-    """Return the lines that set variables of the submitting shell, which jobs of SLURM may lack, too (SBATCH_EXPORT)."""
+    """Return the lines that set variables of the submitting shell, which jobs may lack (SLURM: SBATCH_EXPORT)."""
     given = {name: origin.env[name] for name in CARRIED if origin.env.get(name)}
     # The job may run in a copy of the folder, in which a relative path would be another one.
     folders = {name: os.path.join(origin.cwd, path) for name, path in given.items() if name in FOLDERS}
