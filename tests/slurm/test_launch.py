@@ -568,6 +568,7 @@ def test_without_a_node_that_failed_the_run_continues(
     assert first[1] not in second
     assert message in text
     assert ("relaunching" in text) == (option != "--elastic"), text
+    assert option != "--elastic" or f"launch: the guardian on {first[1]} " in text, text
 
 
 def test_guardians_restart_the_ranks_of_two_nodes(cluster: Cluster, tmp_path: Path) -> None:

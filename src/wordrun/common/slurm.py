@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from itertools import groupby, product
 
@@ -24,6 +25,11 @@ def is_task(env: Mapping[str, str]) -> bool:
     """Return whether the process with ``env`` is a task of srun rather than a job's batch or interactive shell."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in env
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """Return this machine's name: SLURM's for the node, if it says, which need not be the host name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def is_restarted(env: Mapping[str, str]) -> bool:

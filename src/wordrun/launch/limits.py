@@ -37,8 +37,8 @@ def check_crowd(options: Options, job: Job, ranks: Ranks, memory: int | None) ->
     """
     if not job.is_local:
         # Equal slots may be a mere default; PBS tells unequal ones, but not the cores of hosts other than the first.
-        have = job.slots if len({*job.slots}) > 1 else tuple(map(max, job.slots, job.threads))
-        crowded = [each for each in zip(job.hosts, ranks.layout, have, strict=False) if each[1] > each[2]]
+        rooms = job.slots if len({*job.slots}) > 1 else tuple(map(max, job.slots, job.threads))
+        crowded = [each for each in zip(job.hosts, ranks.layout, rooms, strict=False) if each[1] > each[2]]
         if not crowded or any(job.devices):  # ranks that share devices have a note of their own
             return ""
         (host, n, room), *others = crowded

@@ -25,7 +25,7 @@ trap 'ending=yes' TERM
 launch -N 2 -- python -m wordrun train.max_iters=5
 status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
-  echo "saved: SLURM requeues this job"
-  scontrol requeue "$SLURM_JOB_ID" || echo "requeueing failed: submit this script again to continue"
+  if scontrol requeue "$SLURM_JOB_ID"; then echo "saved: SLURM requeues this job"
+  else echo "saved, but SLURM does not requeue this job: submit this script again to continue"; fi
 fi
 exit "$status"

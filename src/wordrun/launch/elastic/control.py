@@ -13,14 +13,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wordrun.common import exit_reports
+from wordrun.common import exit_reports, slurm
 from wordrun.common.errors import REQUEUE
 from wordrun.common.listener import UnfitError
 from wordrun.launch.elastic.connections import VARIABLE, Connections, check
@@ -90,7 +89,7 @@ class GuardianControl(RankControl):
 
     def ranks_here(self, launcher: int) -> list[int]:
         """Return the process IDs of the ranks on this host."""
-        here = short(socket.gethostname())
+        here = short(slurm.node_name(os.environ))
         hosts = [self.connections.hosts.get(node) for node, ranks in enumerate(self.nodes.layout) for _ in range(ranks)]
         return [pid for rank, pid in self.generation.pids.items() if hosts[rank] == here]
 

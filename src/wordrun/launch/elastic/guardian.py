@@ -242,7 +242,7 @@ def main() -> int:
         return 2
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the working directory, which is not in a script's path
-    number, host = int(node or os.environ.get("RANK", "0")), socket.gethostname()
+    number, host = int(node or os.environ.get("RANK", "0")), slurm.node_name(os.environ)
     try:
         connection = socket.create_connection((address, int(port)), timeout=CONNECT_S)
     except OSError as error:

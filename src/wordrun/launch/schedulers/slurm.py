@@ -41,8 +41,8 @@ class Slurm(Scheduler):
     sharing = ("--overlap",)
     fills_directives = True
     continuing = (
-        'echo "saved: SLURM requeues this job"',
-        'scontrol requeue "$SLURM_JOB_ID" || echo "requeueing failed: submit this script again to continue"',
+        'if scontrol requeue "$SLURM_JOB_ID"; then echo "saved: SLURM requeues this job"',
+        'else echo "saved, but SLURM does not requeue this job: submit this script again to continue"; fi',
     )
 
     def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
