@@ -167,16 +167,21 @@ def test_without_the_folder_ranks_report_through_the_launcher(
         assert not re.search(r"launch \d", done.stderr)
 
 
+def forked(*values: Any) -> Any:
+    """Return a case that differs from the first two in what wordrun does, not in how the process ends."""
+    return pytest.param(*values, marks=pytest.mark.forked_programs)
+
+
 @pytest.mark.parametrize(
     ("words", "program", "how", "says"),
     [
         (["-n", "2", "--retries", "1"], "train", "os._exit(0)", f"launch: rank 1 {UNFINISHED}"),
         (["-n", "2", "--elastic"], "train", "ctypes.CDLL(None).exit(0)", f"launch: rank 1 {UNFINISHED}"),
-        (["-n", "2", "--launcher", "torchrun"], "api", "os._exit(0)", f"launch: rank 1 {UNFINISHED}"),
-        (["-n", "1"], "train", "os._exit(0)", f"launch: COMMAND {UNFINISHED}"),
-        (["-n", "2"], "train", "sys.exit(0)", f"[rank 1] {HOOK}: RuntimeError: sys.exit(0)"),
-        (["-n", "2"], "train", "raise SystemExit", f"[rank 1] {HOOK}: RuntimeError: sys.exit(0)"),
-        (["-n", "1"], "api", "sys.exit()", f"{HOOK}: RuntimeError: sys.exit(0)"),
+        forked(["-n", "2", "--launcher", "torchrun"], "api", "os._exit(0)", f"launch: rank 1 {UNFINISHED}"),
+        forked(["-n", "1"], "train", "os._exit(0)", f"launch: COMMAND {UNFINISHED}"),
+        forked(["-n", "2"], "train", "sys.exit(0)", f"[rank 1] {HOOK}: RuntimeError: sys.exit(0)"),
+        forked(["-n", "2"], "train", "raise SystemExit", f"[rank 1] {HOOK}: RuntimeError: sys.exit(0)"),
+        forked(["-n", "1"], "api", "sys.exit()", f"{HOOK}: RuntimeError: sys.exit(0)"),
     ],
 )
 def test_a_rank_that_leaves_training_with_status_0(
@@ -196,6 +201,7 @@ def test_a_rank_that_leaves_training_with_status_0(
     assert not [*temporary.glob("wordrun-*")]
 
 
+@pytest.mark.forked_programs
 @pytest.mark.parametrize("words", [["--help"], ["train", "--version"], ["--cfg", "job"], ["--hydra-help"]])
 def test_commands_that_end_early_have_finished(words: list[str], command: Command) -> None:
     done = command(LAUNCH, "-n", "2", str(BIN / "wordrun"), *words)

@@ -6,10 +6,12 @@ import json
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import stand_in
 
 if TYPE_CHECKING:
     from conftest import Command, Start
@@ -45,18 +47,26 @@ def test_after_the_last_step(command: Command, tmp_path: Path) -> None:
     assert json.loads((folder / "run.json").read_text())["steps"] == 8
 
 
-def continues(line: str, command: Command, tmp_path: Path) -> None:
-    """Continue the run by ``line``, for a few steps."""
-    folder = run_dir(tmp_path)
-    # Not the link "latest", which follows when the folder has been synchronized: a kill may come between the two.
-    step = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
-    done = command("sh", "-c", f"{line} train.max_iters={step + 3}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"at step {step}" in done.stdout
-    assert json.loads((folder / "run.json").read_text())["steps"] == step + 3
+@pytest.fixture
+def continues(
+    command: Command, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Continue the run by a line, for a few steps; only the program that began it was started as users start it."""
+
+    def run(line: str) -> None:
+        monkeypatch.setenv(stand_in.VARIABLE, str(programs))
+        folder = run_dir(tmp_path)
+        # Not the link "latest", which follows when the folder has been synchronized: a kill may come between the two.
+        step = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+        done = command("sh", "-c", f"{line} train.max_iters={step + 3}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"at step {step}" in done.stdout
+        assert json.loads((folder / "run.json").read_text())["steps"] == step + 3
+
+    return run
 
 
-def test_after_a_signal(start: Start, command: Command, tmp_path: Path) -> None:
+def test_after_a_signal(start: Start, continues: Callable[[str], None], tmp_path: Path) -> None:
     job = start("launch", *WORDRUN, *LONG)
     while not list(tmp_path.glob("outputs/*/*/*/checkpoints/latest")):
         assert job.poll() is None
@@ -67,7 +77,7 @@ def test_after_a_signal(start: Start, command: Command, tmp_path: Path) -> None:
     (line,) = suggested((run_dir(tmp_path) / "log.txt").read_text(), "to continue from step ")
     assert line in out
     assert "to continue" not in err
-    continues(line, command, tmp_path)
+    continues(line)
 
 
 # Rank 1 is killed once, after the first checkpoint, by its main thread: not while rank 0 reads its memory, because then
@@ -89,10 +99,10 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_after_a_rank_was_killed(command: Command, tmp_path: Path) -> None:
+def test_after_a_rank_was_killed(command: Command, continues: Callable[[str], None], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED)
     done = command("launch", "-n", "2", "python", "train.py", *SMALL, *LONG)
     assert done.returncode == 137, f"{done.returncode}\n{done.stderr}{done.stdout}"
     (line,) = suggested(done.stderr, "launch: to continue from the last checkpoint:")
     assert re.match(r"  WORDRUN_RUN_ID=\S+ WORDRUN_RESUME=auto launch -n 2 python train\.py", line)
-    continues(line, command, tmp_path)
+    continues(line)
