@@ -1,4 +1,4 @@
-"""A real OpenPBS of a head node and two hosts on this machine, for the length of the session.
+"""A real OpenPBS of a head node and three hosts on this machine, for the length of the session.
 
 Each is a set of Linux namespaces, with a host name, a network, processes and a PBS_HOME (/mnt) of its own, on the
 machine's files. Nothing outside changes, and no packet leaves: the network is a bridge in the head's namespace.
@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-HOSTS = ("h1", "h2")
-ADDRESSES = {"head": "10.213.0.1", "h1": "10.213.0.2", "h2": "10.213.0.3"}
+HOSTS = ("h1", "h2", "h3")
+ADDRESSES = {name: f"10.213.0.{number}" for number, name in enumerate(("head", *HOSTS), 1)}
 INSTALLED = Path("/etc/pbs.conf")
 EXEC = "".join(re.findall(r"^PBS_EXEC=(\S+)", INSTALLED.read_text(), re.MULTILINE)) if INSTALLED.exists() else ""
 CONF = """\
@@ -36,8 +36,10 @@ PBS_START_MOM={host}
 QMGR = """\
 create node h1
 create node h2
+create node h3
 set node h1 resources_available.ncpus=4
 set node h2 resources_available.ncpus=4
+set node h3 resources_available.ncpus=4
 set server acl_roots=root
 set server flatuid=True
 set server job_history_enable=True
@@ -60,6 +62,16 @@ class Cluster:
         return subprocess.run(
             [*enter, *map(str, words)], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
         )
+
+    def start_daemons(self, host: str) -> None:
+        """Start PBS's daemons on a host."""
+        with (self.folder / f"{host}.log").open("a") as log:
+            words = ["nsenter", "--all", f"--target={self.inits[host]}", f"{EXEC}/libexec/pbs_init.d", "start"]
+            subprocess.run(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=120)
+
+    def kill_host(self, host: str) -> None:
+        """Kill all processes of a host, PBS's too; its network stays, and nobody listens."""
+        self.run("sh", "-c", "kill -KILL -1", host=host)
 
     def job(self, name: str) -> dict[str, Any]:
         """Return what qstat knows of a job, also after its end."""
@@ -88,9 +100,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             stack.enter_context(_namespaces(made, name))
         _connect(made)
         for name in ADDRESSES:
-            with (made.folder / f"{name}.log").open("w") as log:
-                words = ["nsenter", "--all", f"--target={made.inits[name]}", f"{EXEC}/libexec/pbs_init.d", "start"]
-                subprocess.run(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=120)
+            made.start_daemons(name)
         for name in HOSTS:  # output is copied rather than sent
             (made.folder / name / "mom_priv" / "config").write_text("$clienthost head\n$usecp *:/ /\n")
             made.run("pkill", "-HUP", "pbs_mom", host=name).check_returncode()
@@ -114,7 +124,7 @@ def _namespaces(cluster: Cluster, name: str) -> Iterator[None]:
     """Make a host: what its daemons and jobs start lies in its namespaces, whose first process is bash."""
     namespaces = ["--net", "--uts", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child"]
     first = subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "bash", "-c", "sleep infinity & wait"],
+        ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "bash", "-c", "while :; do sleep infinity; done"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

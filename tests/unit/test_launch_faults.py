@@ -13,6 +13,7 @@ CURABLE = {
     "srun: error: Node failure on bask-pg0309u11a": ("bask-pg0309u11a",),
     "error: *** STEP 955500.0 ON bask-pg0308u06a CANCELLED AT 2024-06-01T12:00:00 DUE TO NODE FAILURE ***": (),
     "launch failed on x3209c0s19b0n0: Couldn't forward RPC launch": ("x3209c0s19b0n0",),
+    "[mpiexec@h1] control_cb (src/pm/hydra/mpiexec/pmiserv_cb.c:280): assert (!closed) failed": (),
     "mpiexec: No VNIs available": (),
     "CXI alloc failed on cxi0: request exceeds PTEs, TXQs": (),
     "RuntimeError: The server socket has failed to listen: EADDRINUSE, address already in use": (),

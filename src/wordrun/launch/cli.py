@@ -93,6 +93,7 @@ def _launch(options: Options) -> int:
 
 def _run(options: Options, plan: LaunchPlan) -> int:
     """Run the plan; relaunch once if the port was taken, and up to --retries times without failed hosts."""
+    from wordrun.launch.lost_hosts import lost_hosts
     from wordrun.launch.retries import Retries, port_taken, reported_fault
     from wordrun.launch.run import run
 
@@ -101,6 +102,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
     if plan.decided.run.resume:
         say(f"continuing run {plan.decided.run.run_id}: {plan.decided.run.why}")
     left_out: frozenset[str] = frozenset()
+    without = ""
     retries = Retries(options.retries)
     # Only launch can choose another port for all ranks; a port chosen by the user is kept.
     may_move = plan.ranks.np > 1 and plan.reasons["MASTER_PORT"] != "--env"
@@ -120,9 +122,11 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             options = by_launcher(options)
             say(outcome.needs_launcher)
         else:
-            fault = reported_fault(last, status) or retries.after_kill(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
+            fault = None if outcome.lost_hosts else reported_fault(last, status)
+            fault = fault or retries.after_kill(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or retries.left == 0:
                 say(retries.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
+                say(record.continued_without(plan, left_out) if status == 0 else "")
                 return status
             retries.use_one()
             left_out |= set(map(short, fault.hosts))
@@ -131,10 +135,15 @@ def _run(options: Options, plan: LaunchPlan) -> int:
         try:
             same = Identity(plan.env["WORDRUN_RUN_ID"], "as before", "relaunched")
             plan = make_plan(options, left_out, same)
+            while more := lost_hosts(plan) if left_out else ():  # a spare host may have been lost before
+                say(f"{', '.join(more)} cannot be reached either")
+                left_out |= {*more}
+                without = f" without {', '.join(sorted(left_out))}"
+                plan = make_plan(options, left_out, same)
             if retries.faults:
                 plan = replace(plan, env={**plan.env, "WORDRUN_FAULTS": json.dumps(retries.faults)})
         except UserError as error:
-            say(f"cannot relaunch: {with_page(error)}")
+            say(f"cannot relaunch{without}: {with_page(error)}")
             return status
 
 

@@ -105,6 +105,17 @@ def past_the_shell(request: Request, launcher: Launcher, env: Mapping[str, str])
     return replace(request, options=replace(request.options, command=command))
 
 
+def on_one_host(plan: LaunchPlan, node: int, env: Mapping[str, str]) -> LaunchPlan:
+    """Return the plan, from the environment ``env``, for one process more on one of a plan's hosts."""
+    name = f"{plan.decided.name or plan.decided.run.run_id}-{node}"
+    options = replace(plan.options, launcher_args=(*plan.launcher.single, *plan.options.launcher_args), spare_nodes=0)
+    job = replace(plan.job.only([node]), partial=True)
+    one = replace(plan, job=job, options=options, ranks=Ranks((1,), ""), decided=replace(plan.decided, name=name))
+    starts = past_the_shell(plan.starter.request(one, plan.launcher), plan.launcher, plan.environment(env))
+    argv = plan.launcher.argv(starts)
+    return replace(one, argv=argv, files={starts.hosts_file: plan.launcher.hosts_text(starts)})
+
+
 class CommandError(UserError):
     """The command cannot be started."""
 

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,17 @@ class Record:
 def _run_dir(record: str) -> Path | None:
     """Return the run directory to which wordrun has moved the record, leaving a link; None: it has not."""
     return Path(os.path.realpath(record)).parent if os.path.islink(record) else None
+
+
+def continued_without(plan: LaunchPlan, hosts: Collection[str]) -> str:
+    """Return how a run has ended well after the loss of ``hosts``, for the last message; empty: none was lost."""
+    if not hosts:
+        return ""
+    run_dir = _run_dir(plan.env["WORDRUN_LAUNCH_RECORD"])
+    recoveries = read_json(run_dir / RECORD).get("recoveries") if run_dir else None
+    last = recoveries[-1] if recoveries else {}
+    resumed = f": resumed from {last['source']} at step {last['resumed_step']}" if last.get("source") else ""
+    return f"finished without {', '.join(sorted(hosts))}, lost during the run{resumed}"
 
 
 def _close_run(run_dir: Path | None, end: str) -> None:

@@ -55,13 +55,15 @@ class Outcome:
     last_lines: list[str] = field(default_factory=list)
     """The last lines that the launcher and the ranks printed on stderr, if they passed through launch."""
     lost: str = ""
-    """A process, named as in messages, that was lost and that only a relaunch replaces; empty: none."""
+    """A process or hosts, named as in messages, that were lost and that only a relaunch replaces; empty: none."""
+    lost_hosts: tuple[str, ...] = ()
+    """The hosts on which nothing can be started any more."""
     cause: str = ""
     """Why the rank or that process ended, for run.json; empty: the signal of ``status``."""
     pid: int | None = None
     """The process ID of the first rank to fail, if it is known."""
     at: float | None = None
-    """When it failed, as seconds since the epoch; None: when launch ended."""
+    """When it failed, as seconds since the epoch; None: now."""
     killed_status: int = 128 + signal.SIGKILL
     """The launcher's status if SIGKILL ended a rank that could not report it."""
     needs_launcher: str = ""
@@ -114,13 +116,21 @@ class Retries:
             self.refusal = f"{victim} was {what} twice{at}, so relaunching would not help"
             return None
         self.seen.add((victim, step))
+        if (
+            outcome.lost_hosts
+            and self.faults
+            and (self.faults[-1]["rank"], self.faults[-1]["last_step"]) == (None, step)
+        ):
+            self.faults.pop()  # the guardian there was lost too, and the restart after that did not take place
+            self.left += 1
         cause = outcome.cause or (outcome.signal.name if outcome.signal else "")
         when = time.time() if outcome.at is None else outcome.at
         self.faults.append(
             {"rank": outcome.failed, "pid": outcome.pid, "cause": cause, "last_step": step, "time": when}
         )
         detail = f"{cause}, not for lack of memory on this host" if cause == "SIGKILL" else cause
-        return Fault(f"{victim} was {what}{at}", detail, ())
+        detail = "nothing can be started there now" if outcome.lost_hosts else detail
+        return Fault(f"{victim} was {what}{at}", detail, outcome.lost_hosts)
 
     def use_one(self) -> None:
         """Count a restart of the ranks."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -22,13 +23,14 @@ from wordrun.launch import leftovers, processes, stdin
 from wordrun.launch.connection_watch import ConnectionWatch
 from wordrun.launch.job import short
 from wordrun.launch.launchers.base import PASSED_ON
+from wordrun.launch.lost_hosts import lost_hosts
 from wordrun.launch.messages import say
 from wordrun.launch.oom import OomWatch
 from wordrun.launch.output import MOST_RANKS, PARTIAL_S, Output, Pipe
 from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.rank_control import RankControl, StartLauncher
 from wordrun.launch.record import Record
-from wordrun.launch.retries import Outcome, Retries
+from wordrun.launch.retries import Outcome, Retries, reported_fault
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor
 
 CANNOT_START = 126
@@ -82,8 +84,8 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None =
                 _read(child, output)
                 job = Supervisor(plan, child, output, control)
                 status = _supervise(job, arrived, partial(_start_launcher, env, ignored, output))
-                failure = job.failure
                 outcome = _outcome(job, status, watch, keep_lines=keep_lines)
+                failure = job.failure
             missed = forwarder.close() if forwarder else ""
             say(missed if outcome.status == 0 else "", "launch.md#any-torch-script")
     finally:
@@ -131,10 +133,20 @@ def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool)
         rank = job.failed.rank if job.failed else 0 if job.plan.ranks.np == 1 else None
         memory = watch.killed_for_memory() or job.control.memory
         say(memory, "plan.md#before-every-run")
-    lines = [*job.output.folded, *job.output.tail.lines()] if keep_lines and not stopped else []
-    at = job.failed.at if job.failed else None
-    outcome = Outcome(status, rank, memory, lines, at=at, killed_status=killed_status)
-    return job.control.outcome(outcome, reported=bool(job.failed))
+    lines = [*job.output.folded, *job.output.tail.lines()] if not stopped else []
+    at = job.failed.at if job.failed else time.time()
+    outcome = Outcome(status, rank, memory, lines if keep_lines else [], at=at, killed_status=killed_status)
+    outcome = job.control.outcome(outcome, reported=bool(job.failed))
+    if stopped or job.idle or memory or status in (0, ConfigError.exit_status, REQUEUE):
+        return outcome
+    # After an exception in the program, a rank has reported its end, and the launcher has ended by itself.
+    suspect = not job.failed or job.killed or outcome.lost or reported_fault(lines, status)
+    if hosts := lost_hosts(job.plan) if suspect else ():
+        named = f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+        what = f"{named} lost: {job.plan.launcher.name} can start nothing there now"
+        job.add_failure(what)
+        return replace(outcome, lost=named, lost_hosts=hosts, cause="lost host")
+    return outcome
 
 
 def _output(plan: LaunchPlan, status_dir: str) -> Output:

@@ -177,6 +177,8 @@ class Supervisor:
     """What has failed, for messages and the record: a rank, or the ranks that have not ended by themselves."""
     unreported: int | None = None
     """The rank whose ``rank_env.sh`` was killed, so that nobody reports how the rank ends."""
+    killed: bool = False
+    """launch has killed the launcher, which did not end by itself."""
     stop: StopRequests = field(default_factory=StopRequests)
     deadline: Deadline = field(default_factory=Deadline)
     walltime: WalltimeWarning = field(default_factory=WalltimeWarning)
@@ -443,8 +445,14 @@ class Supervisor:
         self.deliver(signal.SIGTERM)
         self.deadline.set(FAILURE_PATIENCE_S, self.kill)
 
+    def add_failure(self, what: str) -> None:
+        """Print and record one more thing that has failed."""
+        self.failure = f"{self.failure}\n{what}".strip()
+        say(what)
+
     def kill(self) -> None:
         """Kill all processes of the job."""
+        self.killed = True
         self.deadline.clear()
         self.control.kill()
         if self.plan.launcher.is_step:

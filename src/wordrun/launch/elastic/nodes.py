@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from wordrun.launch import address
 from wordrun.launch.elastic.connections import VARIABLE
-from wordrun.launch.elastic.starter import nodes_of, restart_plan
+from wordrun.launch.elastic.starter import nodes_of
 from wordrun.launch.job import short
-from wordrun.launch.plan import LaunchPlan
+from wordrun.launch.plan import LaunchPlan, on_one_host
 from wordrun.launch.rank_control import StartLauncher
 from wordrun.launch.retries import port_taken
 
@@ -110,7 +110,7 @@ class Nodes:
             if now > due and node not in self.ready and node not in self.launchers and self._start is not None:
                 self._tries[node] = now + pause, min(2 * pause, LONGEST_PAUSE_S)
                 with contextlib.suppress(OSError):
-                    plan = restart_plan(self.plan, node, os.environ)
+                    plan = on_one_host(self.plan, node, os.environ)
                     self.launchers[node] = self._start(plan, {VARIABLE: f"{contact} {node}"})
 
     def notice(self, ended: Collection[int]) -> None:

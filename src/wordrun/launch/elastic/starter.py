@@ -17,7 +17,7 @@ from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.launchers.local import Local
 from wordrun.launch.options import Options
-from wordrun.launch.plan import LaunchPlan, past_the_shell
+from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.rank_starter import RankStarter
 from wordrun.launch.request import Ranks, Request
 
@@ -98,17 +98,6 @@ class SingleGuardian(Local):
 def nodes_of(request: Request) -> tuple[str, ...]:
     """Return the hosts with guardians: those with ranks, then the spare ones."""
     return request.job.hosts[: request.ranks.nodes + request.options.spare_nodes]
-
-
-def restart_plan(plan: LaunchPlan, node: int, env: Mapping[str, str]) -> LaunchPlan:
-    """Return the plan, from the environment ``env``, for a new guardian on a host whose first guardian is lost."""
-    name = f"{plan.decided.name or plan.decided.run.run_id}-{node}"
-    options = replace(plan.options, launcher_args=(*plan.launcher.single, *plan.options.launcher_args), spare_nodes=0)
-    job = replace(plan.job.only([node]), partial=True)
-    one = replace(plan, job=job, options=options, ranks=Ranks((1,), ""), decided=replace(plan.decided, name=name))
-    starts = past_the_shell(plan.starter.request(one, plan.launcher), plan.launcher, plan.environment(env))
-    argv = plan.launcher.argv(starts)
-    return replace(one, argv=argv, files={starts.hosts_file: plan.launcher.hosts_text(starts)})
 
 
 def setup(plan: LaunchPlan, pipes: str) -> dict[str, Any]:

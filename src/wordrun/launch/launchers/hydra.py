@@ -30,6 +30,7 @@ class Hydra(Launcher):
         r"^.*HYDU_sock_write.*\n|^\[mpiexec@.*\] (Sending|Press) Ctrl-C.*\n"
         r"|^Abort\(\d+\) on node \d+ .*: application called MPI_Abort\(.*\n"
     )
+    faults = ((r"^\[mpiexec@\S+\] .*(assert \(!closed\) failed|lost connection)", "mpiexec lost a host", 0),)
     # It returns 255 if one of its proxies fails while it cleans up. If a rank is killed while another reads its memory
     # (errno 3: no such process), MPICH aborts the latter at once, and mpiexec returns its status.
     killed = r"^=   EXIT CODE: 9$|process_vm_readv failed \(errno 3\)$"
