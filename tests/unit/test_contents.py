@@ -22,7 +22,8 @@ from wordrun.data import contents, manifest as manifests
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare import run
 from wordrun.data.prepare.sources import files, locate
-from wordrun.data.tokenizers.options import ByteTokenizerConfig
+from wordrun.data.tokenizers.options import ByteTokenizerConfig, HFTokenizerConfig
+from wordrun.data.tokenizers.subword import HFTokenizer
 from wordrun.dist import World
 
 ROWS = [{"text": f'line number {n}, "quoted"\nand more', "id": n} for n in range(40)]
@@ -241,3 +242,12 @@ def test_what_decompresses_without_end_is_refused(name: str, monkeypatch: pytest
         ConfigError, match=rf"{name} has [\d,]+ bytes and decompresses to [\d,]+ times as many .*if that"
     ):
         prepared(name)
+
+
+def test_a_named_pipe_in_place_of_a_single_file_is_refused() -> None:
+    os.mkfifo("pipe")
+    why = "pipe cannot be read: a named pipe, which can be read only once: save its content as a file"
+    with pytest.raises(ConfigError, match=why):
+        HFTokenizer.build(HFTokenizerConfig(path="pipe"))
+    with pytest.raises(ConfigError, match=why):
+        locate(TextConfig("shakespeare", kind="download", path="pipe", url="https://example.org/a", sha256="0"))

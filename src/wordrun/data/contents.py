@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import importlib
 import io
@@ -105,6 +106,13 @@ def by_name(name: str) -> Content:
     if suffix in TYPES:
         return Content(TYPES[suffix], packing)
     return Content("", packing, OTHERS.get(suffix, UNKNOWN) if suffix else UNNAMED)
+
+
+def refuse_special(path: Path) -> None:
+    """Raise OSError if ``path`` is neither a file nor missing: reading a named pipe could wait forever."""
+    kind = stat.S_IFMT(path.stat().st_mode) if path.exists() else stat.S_IFREG
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, SPECIAL[kind])
 
 
 def by_content(path: Path, wanted: str | None = None) -> Content:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.data.contents import refuse_special
 from wordrun.data.tokenizers.base import END, Ids, Tokenizer
 from wordrun.data.tokenizers.huggingface import letters
 from wordrun.data.tokenizers.options import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
@@ -305,6 +306,7 @@ def _read(path: str) -> str:
     given = Path(os.path.expanduser(path))
     file = given / "tokenizer.json" if given.is_dir() else given
     try:
+        refuse_special(file)
         content = file.read_text(encoding="utf-8")
         saved = json.loads(content)
         if "tokenizer" in saved:  # wordrun's own file, saved with shards
