@@ -133,6 +133,43 @@ def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_p
     cluster.wait(lambda: any(offer in path.read_text() for path in runs.glob("*/log.txt")), "the offer", 100)
 
 
+# Programs on two hosts, each with its exit status. (Rank 0 draws plots after the training and ends later than rank 1.)
+STATUSES = """
+$train hydra.run.dir=finished train.max_iters=1; echo finished $?
+$train train.nothing=1; echo option $?
+$launch python -c 'from wordrun import dist
+with dist.session() as world: pass
+raise SystemExit(37)'; echo script $?
+$train hydra.run.dir=saved train.max_iters=1000000 & until grep -qs "step 1[0-9]" saved/log.txt; do sleep 0.2; done
+kill -USR1 $!; wait $!; echo saved $?
+"""
+
+
+@pytest.mark.timeout(300)
+def test_exit_statuses_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    hydra = f"{shlex.join(HYDRA[:-1])} '{HYDRA[-1]}'"
+    (tmp_path / "job").write_text(
+        f"""#!/bin/bash
+cd {tmp_path}
+export PATH={Path(sys.executable).parent}:$PATH
+printf '#!/bin/sh\nhost=$1\nshift\nexec pbs_tmrsh "$host" sh -c "$*"\n' > rsh; chmod +x rsh
+"""
+        + STATUSES.replace("$launch", f"launch {hydra}").replace(
+            "$train", f"launch {hydra} python -m wordrun {shlex.join(SMALL)}"
+        )
+    )
+    done = cluster.run(
+        "qsub", "-l", "select=2:ncpus=1:mpiprocs=1", "-l", "place=scatter", "-j", "oe", "-N", "test", "job"
+    )
+    job = done.stdout.strip()
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 240)
+    text = next(tmp_path.glob("test.o*")).read_text()
+    found = dict(re.findall(r"^(finished|option|script|saved) (\d+)$", text, re.MULTILINE))
+    assert found == {"finished": "0", "option": "2", "script": "37", "saved": "75"}, text
+    assert "MPI_Finalize" not in text
+    assert cluster.job(job)["Exit_status"] == 0, text
+
+
 @pytest.mark.parametrize("counts", [(2, 1), (1, 3)], ids=["2+1", "1+3"])
 def test_hosts_with_different_numbers_of_ranks(cluster: Cluster, tmp_path: Path, counts: tuple[int, int]) -> None:
     """Each rank knows its host's place, and training and test_dist work; rank 0 has all input; one thread per CPU."""

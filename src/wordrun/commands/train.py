@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _load_torch()  # while rank 0 composes
             status, cfg = dist.broadcast(_try_compose(args, world) if world.rank == 0 else None, world)
         if status:
+            dist.cleanup()
             return int(status)
         return train(cfg, world, own_command(given))
 
@@ -108,6 +109,7 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
         from wordrun.train.stop import Interrupted
         from wordrun.train.trainer import Trainer
 
+    status = 0
     try:
         with exit_when_stopped(world):
             trainer = Trainer(cfg, world, handle, command=command)
@@ -115,12 +117,12 @@ def train(cfg: Config, world: dist.World, command: Sequence[str] = ()) -> int:
             trainer.train()
     except Interrupted as error:
         dist.broadcast(None, world)  # rank 0 may still be drawing plots
-        dist.cleanup()
-        # One rank reports it: launchers kill the other ranks as soon as one exits with another status than 0.
-        return 0 if error.exit_status == REQUEUE and world.rank else error.exit_status
+        status = error.exit_status
     finally:
         handle.close()
-    return 0
+    dist.cleanup()  # after an interruption, which the trainer has not done
+    # One rank reports it: launchers kill the other ranks as soon as one exits with another status than 0.
+    return 0 if status == REQUEUE and world.rank else status
 
 
 @contextlib.contextmanager

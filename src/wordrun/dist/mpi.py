@@ -7,7 +7,9 @@ import os
 import shutil
 import socket
 import threading
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,8 @@ from wordrun.common.errors import WorldError, first_line
 from wordrun.dist.world import TRACED, World
 
 PROGRESS_S = 0.02
+_end_progress: list[Callable[[], None]] = []
+"""What ends the thread that calls MPI; empty: there is none."""
 
 
 def in_use(world: World) -> bool:
@@ -109,13 +113,13 @@ def verify(world: World) -> World:
         # MPICH takes each rank for a node of its own.
         _, hosts, _ = _nodes(comm, comm.Split(world.node, world.local_rank), world.node)
         if comm.size > 1:
-            _make_progress(comm)
+            make_progress()
         return replace(world, hosts=hosts, source=f"{world.source}, verified by MPI")
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, local_size = shared.rank, shared.size
     node, hosts, counts = _nodes(comm, shared, comm.rank)
     if len(hosts) > 1:
-        _make_progress(comm)
+        make_progress()
     return replace(
         world,
         rank=comm.rank,
@@ -152,17 +156,17 @@ def _nodes(comm: Any, shared: Any, key: int) -> tuple[int, tuple[str, ...], tupl
     return node, hosts, counts
 
 
-def _make_progress(comm: Any) -> None:
-    """Call MPI in a thread from now on, so that messages are sent while this rank waits for something else.
+def make_progress() -> None:
+    """Call MPI in a thread until ``part``, so that messages are sent while this rank waits for something else.
 
     Over libfabric's TCP, a message sometimes stays with its sender until the sender's next call of MPI. Without the
     thread, one rank could wait in MPI for a message of another rank that waits in torch.
     """
     from mpi4py import MPI
 
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE or _end_progress:
         return
-    ended = threading.Event()
+    comm, ended = communicator(), threading.Event()
 
     def probe() -> None:
         while not (ended.wait(PROGRESS_S) or MPI.Is_finalized()):
@@ -175,6 +179,24 @@ def _make_progress(comm: Any) -> None:
     def finish() -> None:
         ended.set()
         thread.join()
+        _end_progress.clear()
+
+    _end_progress.append(finish)
+
+
+def part() -> None:
+    """Wait until every rank calls this, if a thread calls MPI; then end the thread.
+
+    If it called MPI after another rank's end, UCX would notice that its connection is closed, and MPI_Finalize fails
+    then. (With MPIR_CVAR_NO_COLLECTIVE_FINALIZE, which ``launch`` sets, it does not wait for the other ranks itself.)
+    """
+    if not _end_progress:
+        return
+    arrived = communicator().Ibarrier()
+    while not arrived.Test():  # in Python, where signals are handled
+        time.sleep(PROGRESS_S)
+    atexit.unregister(_end_progress[0])
+    _end_progress[0]()
 
 
 def _launcher_path() -> str:

@@ -86,6 +86,8 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
                 break
             except Exception as error:  # OSError; DistNetworkError or RuntimeError, depending on torch's version
                 port = first_line(error)
+    if world.nodes > 1:
+        mpi.make_progress()  # an earlier group may have ended the thread
     port = json.loads(mpi.broadcast(json.dumps(port).encode()))
     if isinstance(port, str):
         raise WorldError(

@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import os
 import random
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -87,9 +89,14 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
 
 
 def cleanup() -> None:
-    """Undo one ``setup``; the last one destroys the process group."""
+    """Undo one ``setup``; the last one destroys the process group.
+
+    Under MPI on several hosts, every rank waits for the others there, unless it handles an exception or is exiting.
+    """
     _joined.users = max(0, _joined.users - 1)
     if _joined.users == 0:
+        if sys.exc_info()[0] is None and threading.main_thread().is_alive():
+            mpi.part()
         _leave()
         atexit.unregister(_leave)
 
