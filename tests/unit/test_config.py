@@ -600,8 +600,18 @@ def an_experiment(folder: Path, text: str, name: str = "mine") -> Tree:
 
 def test_an_option_of_type_str_is_what_was_typed() -> None:
     tags = ",".join(TYPED)
-    cfg = compose(["data=sample", "tracker=wandb", "data.name=007", "tracker.wandb.group=1e5", "hydra.run.dir=1e3",
-                   f"tracker.wandb.tags=[{tags}]", "optimizer.learning_rate=1e-3", "train.compile=true"])  # fmt: skip
+    cfg = compose(
+        [
+            "data=sample",
+            "tracker=wandb",
+            "data.name=007",
+            "tracker.wandb.group=1e5",
+            "hydra.run.dir=1e3",
+            f"tracker.wandb.tags=[{tags}]",
+            "optimizer.learning_rate=1e-3",
+            "train.compile=true",
+        ]
+    )
     wandb: Any = cfg.tracker["wandb"]
     assert (cfg.data.name, wandb.group, cfg.run_dir, wandb.tags) == ("007", "1e5", "1e3", list(TYPED))
     assert (cfg.optimizer.learning_rate, cfg.train.compile) == (1e-3, True)
@@ -609,13 +619,16 @@ def test_an_option_of_type_str_is_what_was_typed() -> None:
 
 def test_an_option_of_type_str_in_a_file_is_what_was_typed(tmp_path: Path) -> None:
     tags = ", ".join(TYPED)
-    tree = an_experiment(tmp_path, f"""
+    tree = an_experiment(
+        tmp_path,
+        f"""
 defaults: [{{override /tracker: wandb}}, {{override /data: sample}}]
 data: {{name: 007}}
 tracker: {{wandb: {{group: 1e5, tags: [{tags}, null_, "1e3"]}}}}
 train: {{max_iters: 1_0, seed: 0x1F, compile: yes}}
 optimizer: {{learning_rate: 1e-3}}
-""")  # fmt: skip
+""",
+    )
     cfg = compose(["experiment=mine"], tree=tree)
     wandb: Any = cfg.tracker["wandb"]
     assert (cfg.data.name, wandb.group, wandb.tags) == ("007", "1e5", [*TYPED, "null_", "1e3"])

@@ -86,7 +86,7 @@ BOM = b"\xef\xbb\xbf"
         ("a.json.xz", lzma.compress(json.dumps(ROWS).encode())),
         ("a.jsonl", gzip.compress(LINES)),  # compressed under another name
     ],
-)  # fmt: skip
+)
 def test_rows_are_read_by_their_field_whatever_the_file_is_called(name: str, content: bytes) -> None:
     Path(name).write_bytes(content)
     assert texts(name) == TEXTS
@@ -94,9 +94,16 @@ def test_rows_are_read_by_their_field_whatever_the_file_is_called(name: str, con
 
 @pytest.mark.parametrize(
     ("name", "pack"),
-    [("a.txt", bytes), ("B.TXT", bytes), ("c.Txt.GZ", gzip.compress), ("d.txt", gzip.compress), ("e", bytes),
-     ("f.md.bz2", bz2.compress), ("g.rst", bytes)],
-)  # fmt: skip
+    [
+        ("a.txt", bytes),
+        ("B.TXT", bytes),
+        ("c.Txt.GZ", gzip.compress),
+        ("d.txt", gzip.compress),
+        ("e", bytes),
+        ("f.md.bz2", bz2.compress),
+        ("g.rst", bytes),
+    ],
+)
 def test_plain_text_is_read_whatever_the_file_is_called(name: str, pack: Callable[[bytes], bytes]) -> None:
     Path(name).write_bytes(pack(BOM + PLAIN.replace(b"\n", b"\r\n") + BOM + PLAIN))  # two files joined
     assert "".join(texts(name)) == 2 * PLAIN.decode()
@@ -166,7 +173,7 @@ def test_a_folder_is_read_or_named() -> None:
         ("pipe", None, "is a named pipe"),
         ("/dev/zero", None, "/dev/zero is a device, not a file"),
     ],
-)  # fmt: skip
+)
 def test_a_single_file_that_cannot_be_read_is_refused_with_the_remedy(
     name: str, content: bytes | None, says: str, tmp_path: Path
 ) -> None:
@@ -198,14 +205,63 @@ def test_bad_lines_are_left_out_named_and_counted(caplog: pytest.LogCaptureFixtu
     found = prepared("a.jsonl")
     assert sum(found.documents(split) for split in manifests.SPLITS) == len(ROWS)
     assert {reason: count for reason, (count, _) in found.faults.items()} == {
-        "null": 2, "empty": 2, "not JSON": 2, "without text": 2, "without fields": 2, "not UTF-8": 2,
+        "null": 2,
+        "empty": 2,
+        "not JSON": 2,
+        "without text": 2,
+        "without fields": 2,
+        "not UTF-8": 2,
         "nested too deeply": 2,
-    }  # fmt: skip
+    }
     assert found.faults["not JSON"][1].startswith(f"{Path.cwd()}/a.jsonl (line 43) is not valid JSON: Expecting")
     with pytest.raises(ConfigError, match=r"data\.strict=true, but rows have no text: 14 rows \(2 null: "):
         manifests.check_left_out(TextConfig("text", strict=True), [], faults=found.faults)
     manifests.check_left_out(TextConfig("text"), [], found.files_read, found.faults)
     assert "data=text: read 1 file (1 jsonl), left out 14 rows (2 null: " in caplog.messages[-1]
+
+
+def documents_of(manifest: manifests.Manifest) -> tuple[int, int]:
+    return manifest.documents("train"), manifest.documents("val")
+
+
+@pytest.mark.parametrize(
+    ("files", "documents"),
+    [
+        ({"train.jsonl": 5, "valid.jsonl": 2, "test.jsonl": 3}, (5, 2)),
+        ({"x_TRAIN-00.JSONL": 5, "x_train-01.jsonl": 4, "dev.json": 2}, (9, 2)),
+        ({"train.csv": 5, "test.csv": 3}, (5, 3)),
+        ({"train/val_of_a.jsonl": 5, "train/b.jsonl": 4, "de/validation/a.jsonl": 2}, (9, 2)),
+        ({"train.jsonl": 5, "more.jsonl": 4, "val.jsonl": 1}, (9, 1)),
+        ({"a.jsonl": 25, "test.jsonl": 15}, (37, 3)),  # no split for training is named
+        ({"train.jsonl": 25, "b.jsonl": 15}, (37, 3)),
+    ],
+)
+def test_files_whose_names_have_splits_are_not_mixed(files: dict[str, int], documents: tuple[int, int]) -> None:
+    for name, count in files.items():
+        Path("in", name).parent.mkdir(parents=True, exist_ok=True)
+        is_csv = name.endswith("csv")
+        lines = [f"{name} {n}" if is_csv else json.dumps({"text": f"{name} {n}"}) for n in range(count)]
+        Path("in", name).write_text("\n".join(["text"] * is_csv + lines))
+    found = prepared("in")
+    assert documents_of(found) == documents
+    assert ("divided by their names" in found.files_read) == (documents != (37, 3))
+
+
+def test_named_splits_are_listed_also_for_plain_text_and_take_no_fraction() -> None:
+    Path("in").mkdir()
+    for name, text in {"train.txt": "a" * 900, "valid.txt": "b" * 90, "test.txt": "c" * 80}.items():
+        Path("in", name).write_text(text)
+    found = prepared("in")
+    assert (found.tokens("train"), found.tokens("val")) == (901, 91)  # with an end-of-text token for each file
+    assert found.files_read == (
+        "2 files (2 text), divided by their names: for training 1 (train.txt), for validation 1 (valid.txt), and not "
+        "the test split 1 (test.txt)"
+    )
+    assert found.settings["splits"] == "by name"
+    with pytest.raises(
+        ConfigError, match=r"data\.val_fraction=0\.2 has no effect, because .*\(test\.txt, valid\.txt\)"
+    ):
+        prepared("in", val_fraction=0.2)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])

@@ -50,6 +50,8 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
         found["format"] = source.data.format
     if source.data.kind == "file":  # newer versions read more files, and fewer rows
         found["reading"] = 2
+    if source.splits():  # older versions trained on all of these files
+        found["splits"] = "by name"
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()
     if found["tokenizer"].get("path"):  # the content matters, not the name

@@ -203,7 +203,8 @@ def _tokenizer(preparation: Preparation) -> Tokenizer:
 
 def _sample(preparation: Preparation, size: int) -> Iterator[str]:
     """Yield the beginnings of evenly spaced work items, ``size`` characters in total."""
-    chosen = preparation.items[:: -(-len(preparation.items) // SAMPLED)]
+    items = [item for item in preparation.items if item.split != "val"]
+    chosen = items[:: -(-len(items) // SAMPLED)]
     for item in chosen:
         left = size // len(chosen)
         for document in preparation.source.documents(preparation.source.beginning(item, left)):
@@ -222,7 +223,9 @@ def _finish(preparation: Preparation) -> None:
         for reason, (count, first) in _record(folder, item)["faults"].items():
             faults[reason] = faults.get(reason, (0, first))[0] + count, faults.get(reason, (0, first))[1]
     entries = {split: [entry for found in by_item for entry in found[split]] for split in manifests.SPLITS}
-    remedies = {"train": "more text", "val": f"a larger data.val_fraction than {source.data.val_fraction}"}
+    larger = f"a larger data.val_fraction than {source.data.val_fraction}"
+    by_name = any(item.split for item in preparation.items)
+    remedies = {"train": "more text", "val": "files with text for this split" if by_name else larger}
     for split, remedy in remedies.items():
         if not entries[split]:
             rows = f" ({manifests.described(faults)} are left out)" if faults else ""

@@ -135,12 +135,16 @@ def documents(item: WorkItem, source: Source, faults: Faults) -> Iterator[Docume
 def _split(item: WorkItem, source: Source, faults: Faults) -> Iterator[Chunk]:
     """Yield chunks of text, each assigned to training or validation.
 
-    Validation gets the end of each part of a plain text, or every (1 / val_fraction)-th of many documents.
+    Without named splits, validation gets the end of each part of a plain text, or every (1 / val_fraction)-th of many
+    documents.
     """
     share, number = source.data.val_fraction, -1
     for document in documents(item, source, faults):
         number += document.begins
-        if item.kind == "text":
+        if item.split:
+            length = len(document.text)
+            yield from ((*chunk, item.split, document.answers) for chunk in chunks(document, 0, length))
+        elif item.kind == "text":
             cut = int(len(document.text) * (1 - share))
             yield from ((*chunk, "train", False) for chunk in chunks(document, 0, cut))
             yield from ((text, False, "val", False) for text, _ in chunks(document, cut, len(document.text)))

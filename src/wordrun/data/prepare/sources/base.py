@@ -40,6 +40,8 @@ class WorkItem:
     """Bytes to read, as far as known: the largest items are processed first."""
     packing: str = ""
     """The compression of the file; a compressed file is a single item."""
+    split: str = ""
+    """train or val: the split of the whole item; empty: it is divided by data.val_fraction."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Source:
     def files_read(self) -> str:
         """Return how many files of which types are read; empty: unknown."""
         return ""
+
+    def splits(self) -> dict[Path, str]:
+        """Return the split of each file (train, val or test) if their names divide the source; else nothing."""
+        return {}
 
     def size(self) -> int | None:
         """Return its size in bytes, or None if unknown."""

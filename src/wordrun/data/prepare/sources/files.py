@@ -123,17 +123,70 @@ class FileSource(Source):
         return sorted(faults + self._found[1])
 
     def files_read(self) -> str:
-        """Return how many files of which types are read."""
-        return contents.described(content.type for content in self._contents.values() if not content.fault)
+        """Return how many files of which types are read, and for which split if their names divide them."""
+        read = contents.described(content.type for content in self._used.values())
+        splits = self.splits()
+        if not splits:
+            return read
+        names: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+        for path, split in splits.items():
+            names[split].append(path.name)
+        shown = {split: f"{len(found):,} ({contents.few(found)})" for split, found in names.items()}
+        if not names["val"]:
+            return f"{read}, divided by their names: for training {shown['train']}, for validation {shown['test']}"
+        test = f", and not the test split {shown['test']}" if names["test"] else ""
+        return f"{read}, divided by their names: for training {shown['train']}, for validation {shown['val']}{test}"
+
+    def splits(self) -> dict[Path, str]:
+        """Return the split of each file if some are for training, and others for validation or test, by their names.
+
+        The name of a folder counts before the names of the files in it. Files whose names have no split are for
+        training.
+
+        Raises:
+            ConfigError: data.val_fraction is set, too.
+        """
+        return self._splits
+
+    @cached_property
+    def _splits(self) -> dict[Path, str]:
+        if len(self.files()) < 2:
+            return {}
+        paths = [path for path, content in self._contents.items() if not content.fault]
+        top = os.path.commonpath([path.parent for path in paths]) if paths else ""
+        words = {path: [contents.split_of(part) for part in path.relative_to(top).parts] for path in paths}
+        found = {path: next(filter(None, splits), None) for path, splits in words.items()}
+        if "train" not in found.values() or not {"val", "test"} & {*found.values()}:
+            return {}
+        share = self.data.val_fraction
+        if share != TextConfig.val_fraction:
+            held_out = contents.few([path.name for path, split in found.items() if split in ("val", "test")])
+            raise ConfigError(
+                f"data.val_fraction={share:g} has no effect, because names in data.path={self.path} give the "
+                f"validation split ({held_out}): remove the option, or name only the training files with data.path"
+            )
+        return {path: split or "train" for path, split in found.items()}
+
+    @property
+    def _used(self) -> dict[Path, Content]:
+        """The files that are read; the test split is not, unless it is the only one for validation."""
+        splits = self.splits()
+        unread = "test" if "val" in splits.values() else ""
+        return {
+            path: content
+            for path, content in self._contents.items()
+            if not content.fault and not (unread and splits[path] == unread)
+        }
 
     def items(self) -> list[WorkItem]:
         """Return work items of about data.shard_mb each; a file that cannot be divided is a single item."""
         most = self.data.shard_mb * 2**20
-        used = {path: content for path, content in self._contents.items() if not content.fault}
+        used = self._used
         if not used:
             raise ConfigError(self._nothing(self.left_out()))
         parts = [part for path, content in used.items() for part in _parts(path, content, most, self.data)]
-        return [WorkItem(number, *part) for number, part in enumerate(parts)]
+        splits = {str(path): "train" if split == "train" else "val" for path, split in self.splits().items()}
+        return [WorkItem(number, *part, splits.get(part[1], "")) for number, part in enumerate(parts)]
 
     def single_text(self) -> WorkItem | None:
         """Return the work item for the complete file if the source is one plain text file, else None."""
