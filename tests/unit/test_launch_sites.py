@@ -6,6 +6,7 @@ and from recordings.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from wordrun.common import loopback
 from wordrun.common.errors import ConfigError
 from wordrun.launch import address, site_files
 from wordrun.launch.job import Job, LocalHost
@@ -603,3 +605,42 @@ def test_an_address_is_never_the_loopbacks_for_want_of_a_better_one() -> None:
     assert found == "n1"
     assert "does not resolve here (n1)" in problem
     assert address.decide(["n1", "n2"], UNKNOWN, "n1.x", {"n1.x": "127.0.1.1"}.get)[2]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What names resolve to, stubbed: two hosts whose own names are 127.0.1.1 would need two name services."""
+    found = {"n1": "127.0.1.1", "n2": "192.0.2.9"}
+    monkeypatch.setattr(address, "resolve", found.get)
+    monkeypatch.setattr(loopback, "resolve", found.get)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    return found
+
+
+def own_address() -> str:
+    """Return this machine's address on the network of its default route; without one, skip."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.9", 9))
+        except OSError:
+            pytest.skip("this machine has no route to another")
+        return str(route.getsockname()[0])
+
+
+def test_a_loopback_address_of_the_first_host_is_replaced_by_one_that_others_reach(names: dict[str, str]) -> None:
+    own = own_address()
+    found, why, problem = address.of_first(["n1", "n2"], UNKNOWN, "n1")
+    assert (found, problem) == (own, "")
+    assert "n1 resolves to 127.0.1.1" in why
+    interface = loopback.interface_for_gloo(["n2"])
+    assert interface in {name for _, name in socket.if_nameindex()} - {"lo"}
+    names["n1"] = own
+    assert loopback.interface_for_gloo(["n2"]) == ""
+
+
+def test_a_loopback_address_without_a_route_to_others_names_the_line_to_mend(names: dict[str, str]) -> None:
+    del names["n2"]
+    problem = address.of_first(["n1", "n2"], UNKNOWN, "n1")[2]
+    assert "line of /etc/hosts on n1 that begins with 127.0.1.1 and names n1" in problem
+    names["n2"] = "127.0.0.1"  # all "hosts" are this machine
+    assert address.of_first(["n1", "n2"], UNKNOWN, "n1")[::2] == ("n1", "")

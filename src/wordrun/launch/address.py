@@ -15,12 +15,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from wordrun.common.errors import ConfigError
+from wordrun.common.loopback import address_towards, is_loopback, resolve
 from wordrun.common.ports import PORTS, pick
 from wordrun.launch.job import short
 from wordrun.launch.site import Site, fill
 
 # Number of names to look up concurrently.
 ASKED_AT_ONCE = 32
+# Number of other hosts to look up for an address of this one.
+FEW = 4
 
 
 def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str], str | None]) -> tuple[str, str, str]:
@@ -43,7 +46,7 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
             return name, why, ""
     if short(first) == short(here):
         own = resolve(here)
-        if own and not own.startswith("127."):
+        if own and not is_loopback(own):
             return own, f"address of the first host of the job, {first}, whose name does not resolve", ""
     wanted = next(iter(names))
     return (
@@ -54,21 +57,27 @@ def decide(hosts: Sequence[str], site: Site, here: str, resolve: Callable[[str],
 
 
 def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str]:
-    """Return the same as ``decide``, but with a numeric address if possible: hosts may resolve a name differently."""
+    """Return the same as ``decide``, but with a numeric address if possible: hosts may resolve a name differently.
+
+    A loopback address, to which the first host's name may resolve on that host itself, is replaced by one that the
+    other hosts can reach. If all hosts resolve to loopback addresses, they are one machine.
+    """
     master, why, problem = decide(hosts, site, here, resolve)
     numeric = None if problem else resolve(master)
-    if numeric and numeric != master and not numeric.startswith("127."):
+    others = [host for host in hosts[1:] if short(host) != short(hosts[0])][:FEW]
+    if is_loopback(numeric) and others and not all(is_loopback(resolve(host)) for host in others):
+        if own := address_towards(others):
+            return own, f"{why}: {master} resolves to {numeric}, which other hosts cannot reach", ""
+        line = f"mend the line of /etc/hosts on {hosts[0]} that begins with {numeric} and names {master}"
+        return (
+            master,
+            why,
+            f"{master} resolves to {numeric}, which other hosts cannot reach, and no route leads to "
+            f"{', '.join(others)}: {line}, or use --env MASTER_ADDR=ADDRESS",
+        )
+    if numeric and numeric != master and not is_loopback(numeric):
         return numeric, f"{why}: {master}", problem
     return master, why, problem
-
-
-def resolve(name: str) -> str | None:
-    """Return the address of ``name``, or None if it has none."""
-    try:
-        # As bytes: for a str, Python would first load the codec for international domain names.
-        return str(socket.getaddrinfo(name.encode("ascii"), None, socket.AF_INET)[0][4][0])
-    except (OSError, UnicodeError):
-        return None
 
 
 def is_unknown(name: str) -> bool:

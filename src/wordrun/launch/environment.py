@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 
 from wordrun.common.exit_reports import UNFINISHED
+from wordrun.common.loopback import interface_for_gloo
 from wordrun.common.slurm import compact_counts
-from wordrun.launch.job import Job
+from wordrun.launch.job import Job, short
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.launchers.base import Launcher
 from wordrun.launch.request import LONGEST, Request
@@ -132,6 +134,11 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         for name in networks:
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")
+    # Ranks of a training choose an interface each, on their host (dist.setup).
+    chooses = request.options.trains or "GLOO_SOCKET_IFNAME" in env
+    here = short(request.hosts[0]) == short(socket.gethostname())
+    if request.ranks.nodes > 1 and here and not chooses and (interface := interface_for_gloo(request.hosts[1:])):
+        yield "GLOO_SOCKET_IFNAME", (interface, "this host's name resolves to a loopback address")
     if request.ranks.np > 1 and launcher.in_between:
         for name in (name for name in FINALIZE if name not in env):
             yield name, (FINALIZE[name], "a rank that fails ends, rather than wait for the others in MPI_Finalize")
