@@ -261,7 +261,7 @@ def test_named_splits_are_listed_also_for_plain_text_and_take_no_fraction() -> N
     with pytest.raises(
         ConfigError, match=r"data\.val_fraction=0\.2 has no effect, because .*\(test\.txt, valid\.txt\)"
     ):
-        prepared("in", val_fraction=0.2)
+        locate(TextConfig("text", path="in", val_fraction=0.2)).items()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
