@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -25,7 +26,8 @@ from wordrun.common.run_dir import METRICS, RECORD, gone, has_run
 from wordrun.common.validation import higher_is_better
 from wordrun.config.compose import as_yaml
 from wordrun.config.schema import Config
-from wordrun.dist import World
+from wordrun.dist import World, broadcast
+from wordrun.dist.collectives import first_text
 from wordrun.track.base import RunInfo, Tracker, build
 from wordrun.track.jsonl import copy_until, finite, forget_steps
 from wordrun.track.metrics_jsonl import between, read
@@ -36,6 +38,8 @@ from wordrun.train.recoveries import Recoveries
 
 # A run that was killed a moment ago may still be exiting when it is resumed.
 LOCK_PATIENCE_S = 30
+# A network file system may show a new file to other hosts late.
+SEEN_S = 5
 LINK = ("start", "end", "exit_reason", "steps", "seconds", "world", "backend", "resumed_from")
 """The entries that run.json keeps of each earlier launch of a resumed run."""
 CHECKPOINTED = (*LINK, "earlier", "recoveries")
@@ -111,15 +115,17 @@ class Run:
             start: where the run starts.
 
         Raises:
-            ConfigError: the directory is not writable, contains another run, or is in use.
+            ConfigError: the directory is not writable, contains another run, is in use, or is not seen by all hosts.
         """
         if self.world.rank != 0:
+            self._require_shared()
             return
         if not self.cfg.run_dir:  # else it would be the current directory
             raise ConfigError("the config has no run directory: create it with wordrun.compose, or set cfg.run_dir")
         is_new, continues = start.source is None, start.source == self.path
         _make_folder(self.path, again=not is_new)
         self._lock = _lock_folder(self.path, patience_s=0 if is_new else LOCK_PATIENCE_S)
+        self._require_shared()
         newest = max((each.step for each in folders.all_in(self.path)), default=-1)
         if continues and newest > start.newest:
             self._lock.close()
@@ -169,6 +175,33 @@ class Run:
         except Exception as error:
             self.finish({}, f"{type(error).__name__}: {error}")
             raise
+
+    def _require_shared(self) -> None:
+        """Check that a file of rank 0 in the run directory is seen by each host; every rank must call this.
+
+        Raises:
+            ConfigError: a host does not see the file, on all ranks.
+        """
+        world = self.world
+        if world.nodes == 1:
+            return
+        file = self.path / f".shared-{secrets.token_hex(8)}"  # a new name: no file system has cached its absence
+        if world.rank == 0:
+            file.touch()
+        file, place = broadcast((file, world.host), world)
+        problem = ""
+        if world.local_rank == 0 and not _appears(file):
+            problem = (
+                f"the run directory {file.parent}, which rank 0 has created on {place}, is not seen by {world.host} "
+                f"(rank {world.rank}): choose a directory that all hosts share with hydra.run.dir=DIR"
+            )
+        _, problem = first_text(problem, world.device)
+        if world.rank == 0:
+            file.unlink(missing_ok=True)
+        if problem:
+            if self._lock:
+                self._lock.close()
+            raise ConfigError(problem)
 
     def _before(self, step: int) -> dict[str, Any]:
         """Return what is recorded of the run so far; a run.json that cannot be read is set aside."""
@@ -369,6 +402,16 @@ def _make_folder(path: Path, *, again: bool) -> None:
         raise ConfigError(
             f"cannot write to the run directory {path}: {error.strerror}. Choose another with hydra.run.dir=DIR"
         ) from None
+
+
+def _appears(file: Path) -> bool:
+    """Return whether ``file`` exists within ``SEEN_S`` seconds."""
+    end = time.monotonic() + SEEN_S
+    while not file.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _lock_folder(path: Path, patience_s: float) -> IO[str]:
