@@ -114,6 +114,10 @@ def test_dry_run_shows_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["python", "-m", "wordrun", "data=sample"], True),
         (["/venv/bin/wordrun"], True),
         (["sh", "-c", "exec python -m wordrun"], True),
+        (["numactl", "-m0", "python3", "-u", "-m", "wordrun", "data=sample"], True),
+        (["python", "train.py", "--project", "wordrun", "lr=1"], False),
+        (["./train", "wordrun"], False),
+        (["torchrun", "train.py", "--name", "wordrun"], False),
     ],
 )
 def test_only_wordruns_commands_leave_records_in_the_working_directory(
@@ -135,4 +139,5 @@ def test_a_launch_leaves_nothing_in_the_working_directory(tmp_path: Path) -> Non
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     subprocess.run([LAUNCH, "true"], cwd=folder, env=env, check=True)
     assert list(folder.iterdir()) == []
-    assert len(list((tmp_path / "state/wordrun/launches").glob("*.json"))) == 1
+    (record,) = (tmp_path / "state/wordrun/launches").glob("*.json")
+    assert record.stat().st_mode & 0o777 == 0o600

@@ -341,6 +341,15 @@ def test_an_impossible_layout_is_refused_with_one_that_fits(asked: dict[str, int
         ("train.sample_tokens", False),
         ("data.text_key", False),
         ("my.sample_token", True),
+        ("GITHUB_PAT", True),
+        ("github.pat", True),
+        ("DB_PASS", True),
+        ("DB_PWD", True),
+        ("SSH_PASSPHRASE", True),
+        ("PWD", False),
+        ("OLDPWD", False),
+        ("COMPATIBLE", False),
+        ("data.answer_key", False),
     ],
 )
 def test_secrets_are_hidden(name: str, hidden: bool) -> None:
@@ -360,6 +369,21 @@ def test_a_failed_launch_is_continued_unless_the_run_was_complete(tmp_path: Path
         (tmp_path / "run/run.json").write_text(json.dumps({**facts, **more}))
         assert record.how_to_continue(found, 1).partition(":")[0] == says
     assert record.how_to_continue(found, 0) == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://u:p@ss@host/db", "postgresql://***@host/db"),
+        ("redis://:word@host", "redis://***@host"),
+        ("https://ghp_123@github.com/a", "https://***@github.com/a"),
+        ("ssh://git@host/a", "ssh://git@host/a"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+    ],
+)
+def test_the_login_of_a_url_is_hidden(url: str, shown: str) -> None:
+    assert mask_words([f"data.url={url}", url]) == [f"data.url={shown}", shown]
+    assert mask("STORE", url) == shown
 
 
 def test_dry_run_hides_secrets_and_can_be_pasted() -> None:

@@ -129,3 +129,28 @@ def test_a_secret_is_used_and_not_saved(small: Words, tmp_path: Path, monkeypatc
     assert as_dict(tags)["tracker"]["wandb"]["tags"] == ["a", "${oc.env:MY_API_KEY}"]
     # It is known again when the run is resumed.
     assert trained([*small(), *words, "train.resume=auto", "train.max_iters=5", f"hydra.run.dir={tmp_path}"]).step == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "written"),
+    [
+        ("GITHUB_PAT", "qzx", "${oc.env:GITHUB_PAT}"),
+        ("DB_PASSWD", "qzx", "a-${oc.env:DB_PASSWD}"),
+        ("STORE", "s3://u:qzx@host/b", "${oc.env:STORE}"),
+        ("PART", "qzx", "s3://u:${oc.env:PART}@host"),
+    ],
+)
+def test_secrets_are_recorded_as_written(name: str, value: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PLACE", "Lincoln")
+    cfg = wordrun.compose(["data=sample", f"train.sample_prompt='{written}'", "data.name=${oc.env:PLACE}"])
+    assert "qzx" in cfg.train.sample_prompt
+    assert (as_dict(cfg)["train"]["sample_prompt"], as_dict(cfg)["data"]["name"]) == (written, "Lincoln")
+
+
+@pytest.mark.parametrize("name", ["../../..", "..", ".", "a/b", "/a", "''", "' '", "'-a'", "'a\nb'", "'a\tb'"])
+@pytest.mark.parametrize("key", ["data.name", "model.name"])
+def test_a_name_cannot_leave_the_folder_of_runs(key: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}='.*' is part of the run directory's path"):
+        wordrun.compose(["data=sample", f"{key}={name}"])
+    assert wordrun.compose(["data=sample", f"{key}='..a b-c.1é'"]).data.name in ("sample", "..a b-c.1é")

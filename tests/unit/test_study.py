@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from wordrun.commands import train
 from wordrun.commands.study import main
 from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.run_id import OF_ONE_RUN
 from wordrun.study import base, launch_pool, scaling
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number
@@ -337,3 +339,17 @@ def test_a_study_under_launch_is_refused(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.setenv("WORDRUN_LAUNCH_ID", "1")
     assert main(["scaling", "--ranks", "1", "--out", "out", "data=sample"]) == 2
     assert "a study starts launch itself" in capfd.readouterr().err
+
+
+def test_a_study_takes_the_values_that_it_sets() -> None:
+    words = ["tracker=[jsonl]", "++train.report=False", "train.eval_interval=0", "data=sample"]
+    assert scaling._parse(["--ranks", "1,2", "--out", "o", *words]).overrides == ["data=sample"]
+
+
+def test_points_are_not_one_run_of_a_tracker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in (*OF_ONE_RUN, "WANDB_RUN_GROUP"):
+        monkeypatch.setenv(name, "x")
+    with pytest.raises(SystemExit):
+        train.main(["-m", "train.seed=1,2", "no.such.option=1"])
+    assert [name for name in (*OF_ONE_RUN, "WANDB_RUN_GROUP") if name in os.environ] == ["WANDB_RUN_GROUP"]
+    assert [each.message.partition(" ignored: ")[0] for each in caplog.records] == [", ".join(OF_ONE_RUN)]

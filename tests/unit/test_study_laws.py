@@ -132,6 +132,7 @@ def test_sizes_may_have_several_options() -> None:
         (["isoflop", "--budgets", "1e9", "--sizes", "width=4", "model=resnet18", "data=digits"], "transformers, whose"),
         (["coord", "--widths", "64"], "two or more whole numbers"),
         (["coord", "model.n_embd=64"], "model.n_embd=64: the study sets this itself"),
+        (["coord", "tracker=wandb", "train.compile=False"], "tracker=wandb: the study sets this itself"),
         (["coord", "model=resnet18", "data=digits"], "transformers, whose layers are measured"),
     ],
 )

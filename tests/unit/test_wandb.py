@@ -114,6 +114,27 @@ def test_a_key_from_wandb_login_counts(listening: str, monkeypatch: pytest.Monke
     assert choose_mode(WandbConfig()) == "online"
 
 
+def test_the_host_of_wandb_login_counts(listening: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As ``wandb login --host`` and ``wandb offline`` of 0.31 write: a port in netrc, and a host in the settings."""
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".netrc").write_text(f"machine {listening[7:]}\n  login user\n  password {KEY}\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert choose_mode(WandbConfig()) == "offline", "the key is for another host than W&B's own"
+    settings = tmp_path / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(f"[default]\nbase_url = {listening}\n\n")
+    assert choose_mode(WandbConfig()) == choose_mode(WandbConfig(mode="online")) == "online"
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n\n")
+    assert choose_mode(WandbConfig()) == "offline"
+    (tmp_path / "wandb" / "settings").write_text("no settings")
+    settings.write_text("[default]\nbase_url = http://elsewhere\n\n")
+    assert choose_mode(WandbConfig()) == "offline"
+
+
 def test_a_server_that_refuses_means_offline(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", nobody)
     monkeypatch.setenv("WANDB_API_KEY", KEY)

@@ -29,6 +29,7 @@ from omegaconf import DictConfig
 from wordrun import dist
 from wordrun.common import log, suggestions
 from wordrun.common.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
+from wordrun.common.run_id import drop_ids_of_one_run
 from wordrun.common.version import __version__, versions
 from wordrun.config import project
 from wordrun.config.compose import Tree, compose, register, renamed, shown, to_config, typed
@@ -202,6 +203,7 @@ def _sweep(args: Namespace, world: dist.World) -> int:
                 file=sys.stderr,
             )
         return ConfigError.exit_status
+    drop_ids_of_one_run()
     overrides = [renamed(override) for override in args.overrides]
     with contextlib.suppress(*REFUSALS):  # a mistake is reported below
         overrides = typed(overrides, sweep_points(overrides)[0], _tree(args))

@@ -51,9 +51,9 @@ def read_bytes(file: Path, last: int | None = None) -> bytes:
         return b""
 
 
-def write(path: Path, text: str | bytes) -> None:
-    """Write a file and sync it to disk."""
-    with path.open("wb") as file:
+def write(path: Path, text: str | bytes, mode: int = 0o666) -> None:
+    """Write a file and sync it to disk; a new one has the permissions ``mode``, less those in the umask."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
@@ -70,14 +70,15 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace(path: Path, text: str | bytes) -> None:
+def replace(path: Path, text: str | bytes, mode: int = 0o666) -> None:
     """Write ``text`` to ``path`` atomically: a reader finds the old text or the new one, also after a power failure.
 
     Writes a temporary file beside it, syncs that, and renames it, so that a killed process leaves no partial file.
+    The new file has the permissions ``mode``, less those in the umask.
     """
     new = path.with_name(f".{path.name}.{_writer()}")
     try:
-        write(new, text)
+        write(new, text, mode)
         new.replace(path)
     except OSError:  # an incomplete file would keep a full disk full
         with contextlib.suppress(OSError):

@@ -1,9 +1,20 @@
 """Run IDs."""
 
+import logging
 import os
 import re
 import time
 from collections.abc import Mapping
+
+OF_ONE_RUN = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "MLFLOW_RUN_ID")
+"""Variables with which trackers record into one run, which exists or has this name."""
+
+
+def drop_ids_of_one_run() -> None:
+    """Remove ``OF_ONE_RUN`` from this process's environment with a warning: all points of a sweep would be one run."""
+    if found := [name for name in OF_ONE_RUN if os.environ.pop(name, "")]:
+        text = "%s ignored: the points of a sweep or a study are runs with IDs and names of their own"
+        logging.getLogger("wordrun").warning(text, ", ".join(found))
 
 
 def new_run_id() -> str:

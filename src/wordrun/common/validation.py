@@ -34,6 +34,14 @@ def one_of(key: str, value: str, known: Iterable[str]) -> list[str]:
     return [] if value in known else [f"{key}={value} should be one of {', '.join(known)}{nearest(value, known)}"]
 
 
+def part_of_path(key: str, value: str) -> list[str]:
+    """Return a message if ``value`` of the option ``key`` cannot be a folder in the run directory's path."""
+    if value.strip() not in ("", ".", "..") and not value.startswith("-") and value.isprintable() and "/" not in value:
+        return []
+    rule = "it should not be empty, begin with - or contain / or control characters"
+    return [f"{key}={value!r} is part of the run directory's path: {rule}; hydra.run.dir=DIR sets the whole path"]
+
+
 LARGEST = 2**63 - 1
 """torch's whole numbers have 64 bits."""
 

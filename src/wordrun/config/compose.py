@@ -31,7 +31,7 @@ from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import LOGGER
 from wordrun.common.run_dir import CHECKPOINTS, locate
 from wordrun.common.run_id import new_run_id
-from wordrun.common.secrets import is_secret
+from wordrun.common.secrets import has_login, is_secret
 from wordrun.common.section import Section
 from wordrun.common.validation import too_large
 from wordrun.config import project, yaml_files
@@ -209,22 +209,22 @@ def _too_large(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _secrets(composed: DictConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path of each option whose value is that of a secret environment variable, and how it is written.
+    """Yield the path of each option whose value has that of a secret environment variable, and how it is written.
 
-    Such an option interpolates the variable, or another option that does.
+    Such an option interpolates the variable, or another option that does. A URL with a login is secret as a whole.
     """
     written = OmegaConf.to_container(composed)
     names = set(re.findall(r"\$\{oc\.env:\s*['\"]?(\w+)", str(written)))
-    values = [os.environ[name] for name in names if is_secret(name) and os.environ.get(name)]
+    values = [os.environ[name] for name in names if is_secret(name, os.environ.get(name, "")) and os.environ.get(name)]
 
     def walk(written: Any, value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
         if isinstance(written, dict):
             for name, each in written.items():
                 yield from walk(each, value[name], (*path, name))
-        elif "${" in str(written) and any(secret in str(value) for secret in values):
+        elif "${" in str(written) and (has_login(str(value)) or any(secret in str(value) for secret in values)):
             yield path, written
 
-    if values:
+    if names:
         yield from walk(written, OmegaConf.to_container(composed, resolve=True), ())
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from wordrun.common.section import EXAMPLES, TEXT, Section
-from wordrun.common.validation import not_negative, one_of, positive
+from wordrun.common.validation import not_negative, one_of, part_of_path, positive
 
 
 @dataclass
@@ -27,7 +27,7 @@ class DataConfig(Section):
     """Number of steps whose batches a background thread prepares in advance; 0: none."""
 
     def problems(self) -> Iterable[str]:
-        return not_negative("data", self, "prefetch")
+        return [*part_of_path("data.name", self.name), *not_negative("data", self, "prefetch")]
 
 
 @dataclass

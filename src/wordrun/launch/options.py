@@ -102,6 +102,10 @@ class Options:
         return () if found is None else found or ("",)
 
 
+PYTHON = r"python[\d.]*t?"
+"""Matches the names of Python's interpreters."""
+
+
 def arguments_of_wordrun(command: Sequence[str]) -> tuple[str, ...] | None:
     """Return what follows wordrun in ``command``, which starts it as ``wordrun`` or ``python -m wordrun``; None: it
     starts another program. ``python -m wordrun.NAME`` is ``wordrun NAME``.
@@ -109,7 +113,7 @@ def arguments_of_wordrun(command: Sequence[str]) -> tuple[str, ...] | None:
     program, *rest = command or ("",)
     if os.path.basename(program) == "wordrun":
         return tuple(rest)
-    if not re.fullmatch(r"python[\d.]*t?", os.path.basename(program)):
+    if not re.fullmatch(PYTHON, os.path.basename(program)):
         return None
     words = iter(rest)
     for word in words:

@@ -88,8 +88,9 @@ class Record:
         _close_run(_run_dir(self.path), self.content["end"])
 
     def _write(self) -> None:
-        # Rank 0 moves the file into its run directory and leaves a link, so replace the link's target.
-        replace(Path(os.path.realpath(self.path)), json.dumps(self.content, indent=2) + "\n")
+        # Rank 0 moves the file into its run directory and leaves a link, so replace the link's target. Only the user
+        # may read it: arguments may hold secrets that their names do not show.
+        replace(Path(os.path.realpath(self.path)), json.dumps(self.content, indent=2) + "\n", mode=0o600)
 
 
 def _run_dir(record: str) -> Path | None:

@@ -11,17 +11,28 @@ from collections.abc import Mapping, Sequence
 from wordrun.common.errors import ConfigError
 from wordrun.common.run_id import new_run_id
 from wordrun.launch.job import Job
+from wordrun.launch.options import PYTHON, arguments_of_wordrun
 from wordrun.launch.request import Identity
 
 
 def records_folder(command: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the folder for the records of launches: of wordrun's runs here, of others in the user's home."""
     own = os.path.join(os.getcwd(), "outputs", "launches")
-    if os.path.isdir(own) or re.search(r"(^|[\s/])wordrun(\s|$)", " ".join(command)):
+    if os.path.isdir(own) or _trains(command):
         return own
     state = env.get("XDG_STATE_HOME", "")
     base = state if os.path.isabs(state) else os.path.expanduser("~/.local/state")
     return os.path.join(base, "wordrun", "launches")
+
+
+def _trains(command: Sequence[str]) -> bool:
+    """Return whether ``command`` starts wordrun, also through a shell or a program such as numactl or nsys."""
+    names = [os.path.basename(word) for word in command]
+    if names and re.fullmatch(r"(ba|da|k|z)?sh", names[0]) and "-c" in names:
+        return bool(re.search(r"(^|[\s/])wordrun(\s|$)", " ".join(command)))
+    first = next((at for at, name in enumerate(names) if re.fullmatch(PYTHON, name)), 0)
+    arguments = arguments_of_wordrun(command[first:])
+    return arguments is not None and arguments[:1] != ("test_dist",)  # which has no run
 
 
 def choose_run(env: Mapping[str, str], job: Job, command: Sequence[str], folder: str) -> Identity:

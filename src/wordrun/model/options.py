@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from wordrun.common.section import EXAMPLES, TEXT, Section
-from wordrun.common.validation import above_zero, fractions, not_negative, one_of, positive
+from wordrun.common.validation import above_zero, fractions, not_negative, one_of, part_of_path, positive
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ModelConfig(Section):
     """Examples (of text: sequences) per rank and micro-step."""
 
     def problems(self) -> Iterable[str]:
-        return positive("model", self, "batch_size")
+        return [*part_of_path("model.name", self.name), *positive("model", self, "batch_size")]
 
     def tensor_parallel_options(self) -> list[str]:
         """Return the options whose values backend.tp must divide."""

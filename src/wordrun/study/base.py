@@ -11,6 +11,7 @@ from pathlib import Path
 
 from wordrun.common import log
 from wordrun.common.errors import REQUEUE, ConfigError
+from wordrun.common.run_id import drop_ids_of_one_run
 from wordrun.launch.options import Options
 from wordrun.study import jobs, placements
 from wordrun.study.launch_pool import command_of
@@ -38,18 +39,18 @@ def new_parser(study: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse_study(
-    parser: argparse.ArgumentParser, argv: Sequence[str], chosen: Sequence[str], by: str
+    parser: argparse.ArgumentParser, argv: Sequence[str], chosen: Mapping[str, str], by: str
 ) -> argparse.Namespace:
     """Add the options of every study and the overrides, and parse ``argv``.
 
     Args:
         parser: a parser with the study's own options.
         argv: the words after the study's name.
-        chosen: keys that the study chooses.
+        chosen: maps the keys that the study chooses to its values; empty: the value depends on the study's options.
         by: the options of the study that choose them, for messages.
 
     Raises:
-        ConfigError: an override has one of the keys in ``chosen``.
+        ConfigError: an override has one of the keys in ``chosen``, and another value.
     """
     for word in argv:
         if (name := word.partition("=")[0]) in GONE:
@@ -60,9 +61,16 @@ def parse_study(
     parser.add_argument("--launch", default=[], type=shlex.split, metavar='"..."', help="further options of launch")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of every run")
     args = parser.parse_intermixed_args(argv)
-    if wrong := [each for each in args.overrides if each.partition("=")[0].lstrip("+") in chosen]:
+    own = {each: each.lstrip("+").partition("=") for each in args.overrides}
+    args.overrides[:] = [each for each, (key, _, value) in own.items() if not _same(value, chosen.get(key, ""))]
+    if wrong := [each for each in args.overrides if own[each][0] in chosen]:
         raise ConfigError(f"{', '.join(wrong)}: the study sets this itself ({by})")
     return args
+
+
+def _same(value: str, chosen: str) -> bool:
+    """Return whether the value of an override is the one that the study chooses, such as [jsonl] or False."""
+    return bool(chosen) and value.strip(" []'\"").lower() == chosen
 
 
 def run_study(
@@ -89,6 +97,7 @@ def run_study(
     if "WORDRUN_LAUNCH_ID" in os.environ:
         raise ConfigError("a study starts launch itself: call it without launch, such as in a job script")
     screen = log.start(rank=0)
+    drop_ids_of_one_run()
     try:
         with table:
             wanted = list(points())

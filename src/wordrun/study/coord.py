@@ -46,18 +46,18 @@ FIXED = {
     "train.compile": "false",
 }
 """Options of every run."""
-CHOSEN = (
-    *FIXED,
-    "train.max_iters",
-    "hooks",
-    "schedule",
-    "optimizer.warmup_iters",
-    "model.n_embd",
-    "model.mup",
-    "model.mup_base_width",
-    "model.mup_base_head_size",
-)
-"""Options that the study chooses."""
+CHOSEN = {
+    **FIXED,
+    "train.max_iters": "",
+    "hooks": "",
+    "schedule": "",
+    "optimizer.warmup_iters": "",
+    "model.n_embd": "",
+    "model.mup": "",
+    "model.mup_base_width": "",
+    "model.mup_base_head_size": "",
+}
+"""Options that the study chooses, and their values; empty: by the study's options."""
 KINDS = {"standard": "false", "mup": "true"}
 """Maps the parametrizations to model.mup."""
 NAMES = {"standard": "standard", "mup": "muP"}

@@ -48,8 +48,8 @@ FIXED = {
     "tracker": "jsonl",
 }
 """Options of every run."""
-CHOSEN = ("train.max_iters", "train.eval_interval", *FIXED)
-"""Options that the study chooses."""
+CHOSEN = {"train.max_iters": "", "train.eval_interval": "", **FIXED}
+"""Options that the study chooses, and their values; empty: by the study's options."""
 LEAST = 20
 """Minimum number of steps of a run; the loss after fewer tells nothing about the model's size."""
 HEADS = {

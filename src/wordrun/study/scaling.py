@@ -63,8 +63,8 @@ FIXED = {
     "tracker": "jsonl",
 }
 """Options of every run: nothing but steps is measured."""
-CHOSEN = ("train.max_iters", "train.log_interval", "train.backend", *FIXED)
-"""Options that the study chooses."""
+CHOSEN = {"train.max_iters": "", "train.log_interval": "", "train.backend": "", **FIXED}
+"""Options that the study chooses, and their values; empty: by the study's options."""
 HEADS = {
     "tps": "tokens/s",
     "tps_min": "min",

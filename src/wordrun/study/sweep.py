@@ -14,7 +14,7 @@ from typing import Any
 
 from wordrun.common.errors import ConfigError, UserError, show
 from wordrun.common.files import replace as replace_file
-from wordrun.common.run_id import new_run_id
+from wordrun.common.run_id import drop_ids_of_one_run, new_run_id
 from wordrun.launch import site_files
 from wordrun.launch.options import Options
 from wordrun.launch.schedulers.base import node_count, total_ranks
@@ -238,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0 if arguments else ConfigError.exit_status
+    drop_ids_of_one_run()
     folder, *numbers = arguments
     try:
         sweep = Sweep.open(Path(folder), subset=bool(numbers))

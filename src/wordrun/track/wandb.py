@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
 import logging
 import netrc
@@ -151,7 +152,8 @@ class WandbTracker(BackgroundTracker):
 
 
 def choose_mode(options: WandbConfig) -> str:
-    """Return the mode: tracker.wandb.mode unless it is auto, then ``$WANDB_MODE``, then what is possible.
+    """Return the mode: tracker.wandb.mode unless it is auto, then ``$WANDB_MODE``, then that in
+    W&B's settings file, then what is possible.
 
     Raises:
         UserError: tracker.wandb.mode=online without a key.
@@ -161,11 +163,14 @@ def choose_mode(options: WandbConfig) -> str:
         if mode not in MODES:
             raise UserError(f"WANDB_MODE={mode} should be one of {', '.join(MODES)}{nearest(mode, MODES)}, or unset")
         return mode
+    settings = _settings()
+    if options.mode == "auto" and settings.get("mode") in ("offline", "disabled"):  # by `wandb offline`
+        return settings["mode"]
     if options.mode == "offline":
         return "offline"
-    url = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+    url = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai")
     host = url.hostname or ""
-    has_key = _has_key(host)
+    has_key = _has_key(host, url.netloc)
     if options.mode == "online":
         if not has_key:
             raise UserError(
@@ -180,11 +185,29 @@ def choose_mode(options: WandbConfig) -> str:
     return "online" if _answers(target, options.probe_s) else "offline"
 
 
-def _has_key(host: str) -> bool:
+def _settings() -> dict[str, str]:
+    """Return what `wandb login --host` and `wandb offline` have written: for the user, or for the working directory.
+
+    wandb itself reads these files (wandb/sdk/lib/settings_file.py), but importing it takes a second.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    folder = Path(os.environ.get("WANDB_DIR") or ".")
+    here = next((each for each in (folder / ".wandb", folder / "wandb") if each.is_dir()), folder / "wandb")
+    try:
+        user = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+        parser.read([user / "settings", here / "settings"])
+        return dict(parser["default"]) if "default" in parser else {}
+    except (OSError, configparser.Error, UnicodeDecodeError):  # wandb ignores such a file with a warning
+        return {}
+
+
+def _has_key(*hosts: str) -> bool:
+    """Return whether there is a key, in the environment or for one of ``hosts``, with and without a port, in netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        known = netrc.netrc(os.environ.get("NETRC"))
+        return any(known.authenticators(host) for host in hosts)
     except (OSError, netrc.NetrcParseError):
         return False
 
