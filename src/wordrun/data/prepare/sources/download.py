@@ -57,6 +57,10 @@ class DownloadSource(FileSource):
             return replace(SampleSource.locate(data), banner=banner)
         return cls(data, str(path), str(data.url))
 
+    def splits(self) -> dict[Path, str]:
+        """Return nothing, since there is only one file."""
+        return {}
+
     def state(self) -> str | None:
         """Return the verified hash."""
         return self.data.sha256
