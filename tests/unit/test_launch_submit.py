@@ -76,6 +76,17 @@ exit "$status"
     )
 
 
+@pytest.mark.parametrize(
+    ("site", "queue", "request_line"),
+    [("polaris", "debug-scaling", "#PBS -l select=3\n"), ("perlmutter", "debug", "#SBATCH --nodes=3\n")],
+)
+def test_spare_nodes_are_requested_beside_those_of_the_ranks(site: str, queue: str, request_line: str) -> None:
+    words = shlex.split(f"-N 2 --spare-nodes 1 --walltime 0:10:00 --queue {queue} --account X")
+    text = written(site, *words)
+    assert request_line in text
+    assert "\nlaunch -N 2 --spare-nodes 1 " in text
+
+
 def test_perlmutter() -> None:
     words = ("-N", "2", "--walltime", "4:00:00", "--queue", "regular", "--account", "m1", "--job-name", "gpt")
     assert (
@@ -429,6 +440,11 @@ SCALING = "debug-scaling (2 to 256 nodes, up to 1 h, 1 job of a user)"
 REFUSALS = [
     ("-N 16", "-N 16: aurora's default queue prod takes 256 to 10624 nodes", f"{SCALING}, {SMALL}"),
     ("-N 16 --queue debug", "-N 16: aurora's queue debug takes 1 to 2 nodes", f"{SCALING}, {SMALL}"),
+    (
+        "-N 2 --queue debug --spare-nodes 1",
+        "-N 2 and --spare-nodes 1: aurora's queue debug takes 1 to 2 nodes",
+        f"{SCALING}, {SMALL}",
+    ),
     ("-n 12", "1 node (for -n 12): aurora's default queue prod takes 256 to 10624 nodes", "debug (1 to 2 nodes,"),
     ("-N 1 --queue debug --chain 2", "--chain 2: aurora's queue debug takes 1 job of a user at a time", SMALL),
     ("-N 2 --queue capacity --chain 6", "--chain 6: aurora's queue capacity takes 5 jobs of a user at a time", ""),

@@ -11,7 +11,7 @@ from wordrun.launch import sweeps_and_studies
 from wordrun.launch.job import Job
 from wordrun.launch.options import Options
 from wordrun.launch.request import Ranks
-from wordrun.launch.schedulers.base import Scheduler, node_count
+from wordrun.launch.schedulers.base import Scheduler, node_count, nodes_of_job
 from wordrun.launch.site import Site
 from wordrun.launch.walltime import seconds
 
@@ -76,7 +76,7 @@ def problems(options: Options, site: Site, scheduler: Scheduler) -> list[str]:
         (jobs := too_many(options, site), jobs),
     )
     found = [problem for wrong, problem in checks if wrong] + list(sweeps_and_studies.problems(options))
-    return found + _of_queue(options, site, nodes) + _part_of_a_node(options, site, scheduler)
+    return found + _of_queue(options, site, nodes_of_job(options, site)) + _part_of_a_node(options, site, scheduler)
 
 
 def doubt(options: Options, site: Site) -> str:
@@ -102,7 +102,7 @@ def too_many(options: Options, site: Site, points: int = 1) -> str:
         return ""
     chain = f"--chain {options.chain}" if options.chain > 1 else ""
     asked = " with ".join(filter(None, (f"{points} jobs" if points > 1 else "", chain)))
-    nodes, hours = node_count(options, site), _hours(options)
+    nodes, hours = nodes_of_job(options, site), _hours(options)
     able = [name for name, queue in site.queues.items() if queue.get("jobs", wanted) >= wanted]
     others = _others(site, able, nodes, hours)
     takes = f"takes {limit} job{'s' * (limit > 1)} of a user at a time, waiting and running"
@@ -124,9 +124,11 @@ def _of_queue(options: Options, site: Site, nodes: int) -> list[str]:
     queue, hours, named = site.queue(options.queue), _hours(options), _named(options, site)
     least, most = queue.get("nodes", (1, nodes))
     count = f"{nodes} node{'s' * (nodes > 1)}"
-    asked = (
-        f"-N {nodes}" if options.nodes else f"{count} (for -n {options.np})" if options.np else f"{count}, without -N"
-    )
+    asked = f"{count} (for -n {options.np})" if options.np else f"{count}, without -N"
+    if options.nodes:
+        asked = f"-N {options.nodes}"
+    if options.spare_nodes:
+        asked += f" and --spare-nodes {options.spare_nodes}"
     jobs = f"jobs of {count}" if isinstance(queue.get("hours"), Mapping) else "jobs"
     ends = _longest(queue, nodes)
     found = []

@@ -163,6 +163,11 @@ def node_count(options: Options, site: Site) -> int:
     return -(-options.np // ppn) if options.np and ppn else 1
 
 
+def nodes_of_job(options: Options, site: Site) -> int:
+    """Return the number of nodes that a submitted job requests: those of the ranks and --spare-nodes."""
+    return node_count(options, site) + options.spare_nodes
+
+
 def total_ranks(options: Options, site: Site) -> int:
     """Return the number of ranks that a submitted job will have, as far as the site says what its nodes have."""
     return options.np or node_count(options, site) * (options.ppn or site.ranks_per_node or site.devices or 1)

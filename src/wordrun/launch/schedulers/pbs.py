@@ -18,7 +18,7 @@ from wordrun.launch.schedulers.base import (
     Scheduler,
     default_slots,
     devices_of,
-    node_count,
+    nodes_of_job,
     ranks_of_node,
 )
 from wordrun.launch.site import Site
@@ -131,7 +131,7 @@ def _select(options: Options, site: Site) -> str:
     by_device = site.queue(options.queue).get("device_per_rank")
     own = site.submit.get("select", "")
     each = (options.gpus or ranks_of_node(options, site)) if by_device else 1
-    words = [f"{node_count(options, site) * each}", *([own] if own else [])]
+    words = [f"{nodes_of_job(options, site) * each}", *([own] if own else [])]
     if not by_device and "select" not in site.submit:
         gpus = options.gpus or site.devices
         ranks = ranks_of_node(options, site) if options.ppn or options.np else gpus

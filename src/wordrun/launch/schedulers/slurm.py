@@ -19,7 +19,7 @@ from wordrun.launch.schedulers.base import (
     Scheduler,
     default_slots,
     devices_of,
-    node_count,
+    nodes_of_job,
     ranks_of_node,
 )
 from wordrun.launch.site import Site, fill
@@ -122,7 +122,7 @@ class Slurm(Scheduler):
             f"--job-name={options.job_name}",
             *([f"--account={options.account}"] if options.account else []),
             *([f"{site.submit.get('queue_option', '--partition')}={options.queue}"] if options.queue else []),
-            f"--nodes={node_count(options, site)}",
+            f"--nodes={nodes_of_job(options, site)}",
             f"--time={options.walltime}",
         ]
         ppn = ranks_of_node(options, site) if options.np or options.ppn else devices or (1 if options.cores else 0)
