@@ -414,5 +414,5 @@ def test_the_sample_has_something_to_learn() -> None:
 
 def test_a_directory_in_place_of_the_file_is_one_message(nowhere: str, tmp_path: Path) -> None:
     (tmp_path / "input.txt").mkdir()
-    with pytest.raises(ConfigError, match=r"input\.txt cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match=r"input\.txt cannot be read: a folder, not a file"):
         locate(download(nowhere, tmp_path / "input.txt", offline="sample"))

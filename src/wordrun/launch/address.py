@@ -65,6 +65,7 @@ def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str
     master, why, problem = decide(hosts, site, here, resolve)
     numeric = None if problem else resolve(master)
     others = [host for host in hosts[1:] if short(host) != short(hosts[0])][:FEW]
+    others = list(filter(resolve, others))  # one that cannot be resolved is reported by itself
     if is_loopback(numeric) and others and not all(is_loopback(resolve(host)) for host in others):
         if own := address_towards(others):
             return own, f"{why}: {master} resolves to {numeric}, which other hosts cannot reach", ""

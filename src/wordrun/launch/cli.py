@@ -122,7 +122,9 @@ def _run(options: Options, plan: LaunchPlan) -> int:
             options = by_launcher(options)
             say(outcome.needs_launcher)
         else:
-            fault = None if outcome.lost_hosts else reported_fault(last, status)
+            fault = reported_fault(last, status)
+            if outcome.lost_hosts and not (fault and fault.hosts):
+                fault = None  # what was found out says more than what the launcher reports
             fault = fault or retries.after_kill(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or retries.left == 0:
                 say(retries.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
