@@ -184,7 +184,7 @@ def test_without_a_network_a_hub_data_set_comes_with_the_recipe(monkeypatch: pyt
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n \n", "is empty"),
         ("a.txt", b"\x7fELF\x02\x01\0\0\xff\xfe", "is a binary file"),
-        ("a.txt", b"abc\0def", "is a binary file"),
+        ("a.txt", b"abc\0def", "a zero at byte 3"),
         ("a.txt", "Grüße".encode("latin1"), "is not UTF-8 text (byte 2)"),
         ("a.txt", "Grüße".encode("utf-16"), "is text in UTF-16"),
         ("a.jsonl", b"", "is empty"),
@@ -205,6 +205,29 @@ def test_a_bad_file_is_one_clear_message(name: str, content: bytes | None, says:
     assert says in str(caught.value)
     assert str(path) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"text": "a"}\n{"text": ', "(line 2) is not valid JSON"),
+        (b'{"text": "a"}\n{"content": "b"}\n', "(line 2) has no text in the field data.text_key=text"),
+        (b'{"content": "b", "id": 1}\n', "only the fields content, id"),
+        (b'{"text": "a"}\n["a"]\n', "only a list"),
+        (b'{"text": 3}\n', "has no text in the field"),
+        (b'{"text": "Gr\xfc\xdfe"}\n', "(line 1) is not UTF-8"),
+    ],
+)
+def test_a_bad_row_is_one_clear_message(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    source = locate(TextConfig("mine", path=str(path)))
+    found = [document.fault for item in source.items() for document in source.documents(item) if document.fault]
+    assert len(found) == 1
+    _, message = found[0]
+    assert says in message
+    assert str(path) in message
+    assert len(message.splitlines()) == 1
 
 
 def test_a_parquet_without_the_column_names_those_that_it_has(tmp_path: Path) -> None:

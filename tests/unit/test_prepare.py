@@ -449,7 +449,7 @@ def test_every_run_names_what_was_left_out(tmp_path: Path, caplog: pytest.LogCap
     assert [text.rpartition("/")[2] for text in kept[3:]] == [
         "blank.txt (empty)",
         "empty.txt (empty)",
-        "program.txt (binary)",
+        "program.txt (a binary file (a zero at byte 6))",
     ]
 
 

@@ -66,6 +66,7 @@ SPECIAL = {
     stat.S_IFBLK: "a device, not a file",
     stat.S_IFDIR: "a folder, not a file",
 }
+BINARY = "a binary file"
 UNKNOWN, UNNAMED = "of unknown type", "without a suffix"
 PROBED = 2**16
 """Bytes at the beginning of a file that show what it is."""
@@ -170,7 +171,7 @@ def _of_head(head: bytes, type_: str, unnamed: str) -> Content:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return Content("", fault="text in UTF-16: convert it with iconv -f UTF-16 -t UTF-8")
     if b"\0" in head:
-        return Content("", fault="binary")
+        return Content("", fault=f"{BINARY} (a zero at byte {head.index(0)})")
     if type_ == "csv":
         return Content("csv")
     found = _looks_like(head, type_ or "text")

@@ -109,13 +109,11 @@ class FileSource(Source):
             return {path: content if content.type else replace(contents.by_name(path.name), fault="")}
         remedy = {
             "empty": ": name a file with text, or use data=sample",
-            "binary": " file: name a UTF-8 text file",
             UNKNOWN: ": set data.format=text to read it as text, or to the type of its rows: jsonl, json, csv, parquet",
-        }.get(content.fault, "")
+        }.get(content.fault, ": name a UTF-8 text file" if content.fault.startswith(contents.BINARY) else "")
         if content.fault.startswith("cannot be read"):
             raise ConfigError(f"data.path={path} {content.fault}. Name a text file that you may read")
-        article = "a " * (content.fault == "binary")
-        raise ConfigError(f"data.path={path} is {article}{content.fault}{remedy}")
+        raise ConfigError(f"data.path={path} is {content.fault}{remedy}")
 
     def left_out(self) -> list[str]:
         """Return the files that are left out, each with the reason."""
