@@ -102,7 +102,7 @@ def characters(scratch: Path, nanogpt: Path, text: str, rounds: int) -> None:
 
     ours_s, theirs_s = in_turns(rounds, ours, theirs)
     same = np.fromfile(scratch / "train.bin", dtype=np.uint16)
-    _, train, _ = open_prepared(scratch / "chars", data, CharTokenizerConfig())
+    _, train, *_ = open_prepared(scratch / "chars", data, CharTokenizerConfig())
     assert np.array_equal(train[:], same)  # the same tokens
     ratio = statistics.median(b / a for a, b in zip(ours_s, theirs_s, strict=True))
     row("characters, tokens/s per core", f"{len(whole) / statistics.median(ours_s):,.0f}")
@@ -313,7 +313,7 @@ def start(scratch: Path, rounds: int) -> None:
 
     def seconds(examine: bool) -> float:
         begin = time.perf_counter()
-        _, train, _ = open_prepared(folder, TextConfig(), ByteTokenizerConfig(), examine=examine)
+        _, train, *_ = open_prepared(folder, TextConfig(), ByteTokenizerConfig(), examine=examine)
         Sequences(train, 64, seed=1).batch(0, 8)
         return time.perf_counter() - begin
 

@@ -363,13 +363,13 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def in_memory(path: Path) -> Opened:
     """Return what a run reads of a small text in characters."""
     corpus = corpus_of_run(Config(data=TextConfig("text", path=str(path))), World())
-    return corpus.tokenizer, corpus.train, corpus.val
+    return Opened(corpus.tokenizer, corpus.train, corpus.val, corpus.bytes_per_token)
 
 
 def test_the_last_tenth_is_for_validation(tmp_path: Path) -> None:
     path = tmp_path / "input.txt"
     path.write_text(TEXT * 10)
-    tokenizer, train, val = in_memory(path)
+    tokenizer, train, val, _ = in_memory(path)
     assert tokenizer.decode(np.concatenate((train[:], val[:]))) == TEXT * 10
     assert len(train) == int(0.9 * len(TEXT) * 10)
     assert train.dtype == np.uint16
@@ -378,7 +378,7 @@ def test_the_last_tenth_is_for_validation(tmp_path: Path) -> None:
 def test_line_breaks_of_windows_are_one_character(tmp_path: Path) -> None:
     path = tmp_path / "input.txt"
     path.write_bytes(TEXT.replace("\n", "\r\n").encode() * 10)
-    tokenizer, train, val = in_memory(path)
+    tokenizer, train, val, _ = in_memory(path)
     assert tokenizer.decode(np.concatenate((train[:], val[:]))) == TEXT * 10
 
 
@@ -386,7 +386,7 @@ def test_a_vocabulary_beyond_16_bits_is_kept_whole(tmp_path: Path) -> None:
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000)))
     path = tmp_path / "input.txt"
     path.write_text(text, encoding="utf-8")
-    tokenizer, _, val = in_memory(path)
+    tokenizer, _, val, _ = in_memory(path)
     assert tokenizer.vocab_size == 70_000
     assert tokenizer.decode(val[:]) == text[-7_000:]
 

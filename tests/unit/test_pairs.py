@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from itertools import chain
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from wordrun import Trainer, compose, dist
+from wordrun.commands import ls
 from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
@@ -291,3 +293,19 @@ def test_shards_of_pairs_are_not_read_as_text(tmp_path: Path) -> None:
             corpus_of_run(compose([*words, "tokenizer=byte"]), dist.World())
     with pytest.raises(ConfigError, match=r"prepared with data\.template"):
         corpus_of(f"data.prepared={tmp_path}/made", "data.template='{prompt} {answer}'")
+
+
+def test_bits_per_byte_are_those_of_the_answers_and_shown_with_every_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = write_pairs()
+    words = ["model=nano", "model.n_layer=1", "tracker=jsonl", "train.device=cpu", "train.sample_tokens=0"]
+    words += ["train.max_iters=1", "train.best_metric=val_bpb", "hydra.run.dir=outputs/run"]
+    with Trainer(compose([*WORDS, *words])) as trainer:
+        summary, values = trainer.train(), trainer.measure()
+    answers = [answer for _, answer in pairs[9::10]]  # each ends with a token that has no bytes
+    nats = values["val_loss"] * sum(len(answer) + 1 for answer in answers)
+    expected = nats / math.log(2) / sum(map(len, answers))
+    assert summary.val_bpb == summary.best_value == values["val_bpb"] == pytest.approx(expected)
+    assert json.loads(Path("outputs/run/run.json").read_text())["val_bpb"] == values["val_bpb"]
+    ls.main([])
+    assert f"{expected:.4f}" in capsys.readouterr().out
+    assert f"val_bpb {expected:.4g}" in Path("outputs/run/log.txt").read_text()

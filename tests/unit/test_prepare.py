@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import tokenizers
 from matplotlib.image import imread
 
 import wordrun
@@ -34,6 +35,7 @@ from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config
 from wordrun.data import manifest as manifests, shards
 from wordrun.data.corpus import corpus_of_run, open_text
+from wordrun.data.foreign import open_foreign
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare import fingerprint, lock, run, tokenize, workers
 from wordrun.data.prepare.sources import locate
@@ -49,6 +51,7 @@ from wordrun.data.tokenizers.options import (
     ByteTokenizerConfig,
     CharTokenizerConfig,
     GPT2TokenizerConfig,
+    HFTokenizerConfig,
     TokenizerConfig,
 )
 from wordrun.data.tokenizers.subword import HFTokenizer
@@ -121,7 +124,7 @@ def test_any_number_of_ranks_and_processes_makes_the_same(
 def test_nothing_is_lost_and_nothing_twice(texts: Path, tmp_path: Path) -> None:
     data = made(texts, tmp_path / "out")
     source = FileSource.locate(data)  # as it was before it was prepared
-    words, train, val = open_prepared(tmp_path / "out", data, BYTE)
+    words, train, val, _ = open_prepared(tmp_path / "out", data, BYTE)
     written = sorted(words.decode(split[:]) for split in (train, val))
     whole = [d.text for item in source.items() for d in source.documents(item)]
     together = "".join(written).replace("<|endoftext|>", "")
@@ -164,7 +167,7 @@ def test_a_text_is_split_as_in_memory(tmp_path: Path) -> None:
     expected = open_text(text, data.val_fraction, CharTokenizerConfig())
     found = open_prepared(tmp_path / "out", data, CharTokenizerConfig())
     assert found[0].to_json() == expected[0].to_json()
-    assert [split[:].tolist() for split in found[1:]] == [split[:].tolist() for split in expected[1:]]
+    assert [split[:].tolist() for split in found[1:3]] == [split[:].tolist() for split in expected[1:3]]
 
 
 def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_long_documents_are_encoded_in_parts_that_no_tokenizer_would_merge(tmp_p
     assert len(text) > 3 * 2**18, "is encoded in four parts"
     (tmp_path / "a.txt").write_text(text)
     data = made(tmp_path / "a.txt", tmp_path / "out", cfg := BPETokenizerConfig(vocab_size=500), val_fraction=0.1)
-    tokenizer, train, val = open_prepared(tmp_path / "out", data, cfg)
+    tokenizer, train, val, _ = open_prepared(tmp_path / "out", data, cfg)
     assert isinstance(tokenizer, HFTokenizer)
     whole = tokenizer.encode_batch([text[: (cut := int(len(text) * 0.9))], text[cut:]])
     assert [train[1:].tolist(), val[:].tolist()] == [ids.tolist() for ids in whole]
@@ -911,5 +914,43 @@ def test_shards_are_those_of_earlier_versions(
         {"file": f"{split}_000000_00.bin", "tokens": count, "documents": int(split == "train"), "xxh3": digest}
         for split, count, digest in zip(manifests.SPLITS, tokens, xxh3, strict=True)
     ]
-    assert manifest["train"] + manifest["val"] == expected
+    made = manifest["train"] + manifest["val"]
+    assert [{name: entry[name] for name in expected[0]} for entry in made] == expected
     assert list(manifest)[:7] == ["name", "origin", "revision", "settings", "vocab_size", "eot", "tokenizer_sha256"]
+
+
+# Bytes of the text
+
+
+def lossy(path: Path) -> HFTokenizerConfig:
+    """Write a tokenizer that lower-cases, drops accents and spaces, and knows three words."""
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "[SEP]": 2}, "[UNK]"))
+    fast.normalizer = tokenizers.normalizers.BertNormalizer()
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast.add_special_tokens(["[SEP]"])
+    fast.save(str(path))
+    return HFTokenizerConfig(path=str(path))
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe", "hf"])
+def test_bytes_are_those_of_the_original_text_for_every_tokenizer(tokenizer: str, tmp_path: Path) -> None:
+    documents = [f"Der Käse, the CHEESE №{number}\n" * (1 + number % 3) for number in range(40)]
+    held_out = documents[9::10]
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in documents)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    cfg = {"byte": BYTE, "char": CharTokenizerConfig(), "bpe": BPETokenizerConfig(vocab_size=300)}.get(
+        tokenizer
+    ) or lossy(tmp_path / "tokenizer.json")
+    found = open_prepared(tmp_path / "out", made(tmp_path / "a.jsonl", tmp_path / "out", cfg), cfg)
+    bytes_ = sum(len(text.encode()) for text in held_out)
+    assert found.bytes_per_token == pytest.approx(bytes_ / len(found.val), rel=1e-12)
+    if tokenizer == "hf":
+        assert "CHEESE" not in found.tokenizer.decode(found.val[:])
+        return
+    folder = tmp_path / "elsewhere"  # tokens without a record of their text are decoded
+    folder.mkdir()
+    for name, tokens in (("train", found.train), ("val", found.val)):
+        tokens[:].astype(np.uint16).tofile(folder / f"{name}.bin")
+    (folder / "tokenizer.json").write_text(found.tokenizer.to_json())
+    again = open_foreign(TextConfig("b", "shards", path=str(folder)), cfg, World())
+    assert again.bytes_per_token == found.bytes_per_token

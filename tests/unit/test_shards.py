@@ -240,7 +240,7 @@ def test_a_shard_that_is_cut_short_during_a_run_is_refused(tmp_path: Path) -> No
 
 def foreign(folder: Path, **options: object) -> tuple[list[int], list[int]]:
     data = TextConfig("theirs", "shards", path=str(folder), **options)  # type: ignore[arg-type]
-    _, train, val = open_foreign(data, ByteTokenizerConfig(), World())
+    _, train, val, _ = open_foreign(data, ByteTokenizerConfig(), World())
     return train[:].tolist(), val[:].tolist()
 
 
@@ -267,7 +267,7 @@ def test_nanogpts_characters_are_read_from_meta_pkl(characters: str, cfg: Tokeni
     itos = dict(enumerate(characters))
     meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: n for n, c in itos.items()}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    words, train, _ = open_foreign(TextConfig("theirs", "shards", path=str(tmp_path)), cfg, World())
+    words, train, *_ = open_foreign(TextConfig("theirs", "shards", path=str(tmp_path)), cfg, World())
     assert words.decode(train[:]) == "hello there"
     assert words.vocab_size == len(itos)
     assert from_json(words.to_json()).decode(train[:]) == "hello there"
@@ -288,7 +288,7 @@ def test_nanogpts_text_is_found_beside_its_tokens(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("hello there")
     llm_c(tmp_path / "train_0.bin", [1, 2, 3])
     data = TextConfig("theirs", "shards", path=str(tmp_path))
-    words, train, _ = open_foreign(data, CharTokenizerConfig(), World())
+    words, train, *_ = open_foreign(data, CharTokenizerConfig(), World())
     assert words.decode(train[:]) == "eh"  # of " ehlort"; the last token is for validation
     (tmp_path / "input.txt").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer=char is built from text.*meta\.pkl or the text as input"):

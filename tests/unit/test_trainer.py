@@ -120,7 +120,7 @@ def test_metrics_have_the_names_and_steps_of_the_design(learned: tuple[Path, Sum
         "sps sps_per_gpu tps tps_per_gpu mfu spike_score spikes memory memory_peak tokens time"
     )
     assert all(list(line) == names.split() for line in training)
-    assert all(list(line) == ["step", "val_loss", "val_perplexity"] for line in evaluations)
+    assert all(list(line) == ["step", "val_loss", "val_perplexity", "val_bpb"] for line in evaluations)
     assert [line["step"] for line in training] == [1, *range(10, 251, 10)]
     assert [line["step"] for line in evaluations] == [100, 200, 250]
     assert [line["tokens"] for line in training] == [line["step"] * 16 * 16 for line in training]

@@ -188,7 +188,8 @@ def _training(saved: Saved) -> str:
     loss = ""
     if name:
         split = "validation" if name == "val_loss" else "training"
-        loss = f"; {split} loss {losses[name]:.2f} (untrained: {math.log(saved.vocab_size):.2f})"
+        bpb = f", {losses['val_bpb']:.2f} bits per byte" if isinstance(losses.get("val_bpb"), float) else ""
+        loss = f"; {split} loss {losses[name]:.2f} (untrained: {math.log(saved.vocab_size):.2f}){bpb}"
     return f"trained for {saved.step:,} step{'s' * (saved.step != 1)}{on}{loss}"
 
 

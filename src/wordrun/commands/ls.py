@@ -70,7 +70,7 @@ def show(options: LsConfig) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state")
-    for name in ("step", "loss", "val_loss", *(f"best {metric}" for metric in metrics), "speed", "written"):
+    for name in ("step", "loss", "val_loss", "val_bpb", *(f"best {metric}" for metric in metrics), "speed", "written"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("hosts", overflow="ellipsis", no_wrap=True)
     for record in shown:
@@ -84,7 +84,7 @@ def show(options: LsConfig) -> None:
 
 
 def row(record: RunRecord, metrics: Sequence[str] = ()) -> list[str]:
-    """Return a run's step, loss, validation loss, speed, age and hosts, for people to read.
+    """Return a run's step, loss, validation loss, bits per byte, speed, age and hosts, for people to read.
 
     After the losses, each of ``metrics`` has a cell: its best value if it is the run's train.best_metric, else empty.
     """
@@ -94,9 +94,9 @@ def row(record: RunRecord, metrics: Sequence[str] = ()) -> list[str]:
     rate = next((f"{_number(rate)} {unit}" for rate, unit in rates if rate and isinstance(rate, int | float)), "")
     hosts = record.hosts
     where = hosts[0] + (f" +{len(hosts) - 1}" if len(hosts) > 1 else "") if hosts else ""
-    val_loss = evaluation.get("val_loss", record.facts.get("val_loss"))
+    losses = [evaluation.get(name, record.facts.get(name)) for name in ("val_loss", "val_bpb")]
     best = [record.best_value() if metric == record.best_metric else None for metric in metrics]
-    values = [f"{value:.4f}" if isinstance(value, float) else "" for value in (training.get("loss"), val_loss, *best)]
+    values = [f"{value:.4f}" if isinstance(value, float) else "" for value in (training.get("loss"), *losses, *best)]
     return [str(step), *values, rate, f"{age(time.time() - record.written)} ago", where]
 
 

@@ -52,7 +52,7 @@ def too_large(key: str, value: int) -> str:
 
 
 UP = re.compile(r"(^|_)(accuracy|top\d+|precision|recall|f1|auc|bleu|rouge|score)($|_)")
-DOWN = re.compile(r"(^|_)(loss|perplexity|error|bits)($|_)")
+DOWN = re.compile(r"(^|_)(loss|perplexity|error|bits|bpb)($|_)")
 
 
 def higher_is_better(metric: str, mode: str) -> bool | None:

@@ -51,6 +51,8 @@ class Corpus:
     tokenizer: Tokenizer
     train: shards.Array
     val: shards.Array
+    bytes_per_token: float | None
+    """Bytes of the original validation text per predicted token; None: unknown."""
     origin: str
     """Origin of the text, for the log and run.json."""
     banner: str | None = None
@@ -171,10 +173,16 @@ def _mix(cfg: Config, world: dist.World) -> Corpus:
         assert isinstance(corpus.val, Tokens)
         mix.append(MixedDataset(corpus.train, corpus.val, weight / total))
         origins.append(f"{weight / total:.0%} {name} ({corpus.origin})")
+    sizes = [
+        corpus.bytes_per_token * part.fraction
+        for corpus, part in zip(corpora, mix, strict=True)
+        if corpus.bytes_per_token is not None
+    ]
     return Corpus(
         corpora[0].tokenizer,
         Tokens([shard for each in mix for shard in each.train.shards]),
         Tokens([shard for each in mix for shard in each.val.shards]),
+        sum(sizes) if len(sizes) == len(mix) else None,
         f"mix of {', '.join(origins)}",
         "\n".join(corpus.banner for corpus in corpora if corpus.banner) or None,
         mix=mix,
@@ -212,4 +220,5 @@ def open_text(text: str, val_fraction: float, cfg: TokenizerConfig) -> Opened:
     tokenizer = tokenizers.build(cfg, [text])
     tokens = tokenizer.encode_batch([text])[0].astype(shards.dtype_for(tokenizer.vocab_size))
     split = int(len(tokens) * (1 - val_fraction))
-    return tokenizer, tokens[:split], tokens[split:]
+    train, val = tokens[:split], tokens[split:]
+    return Opened(tokenizer, train, val, tokenizer.bytes_per_token(val))

@@ -42,7 +42,7 @@ def open_foreign(data: TextConfig, tokenizer: TokenizerConfig, world: dist.World
     for split, tokens in zip(manifests.SPLITS, (train, val), strict=True):
         for part in (tokens[:EXAMINED], tokens[max(0, len(tokens) - EXAMINED) :]):
             check_range(part, found, f"the {split} shards in {folder}")
-    return found, train, val
+    return Opened.of_tokens(found, train, val)
 
 
 def find_foreign(folder: Path, data: TextConfig) -> tuple[shards.Tokens, shards.Tokens]:

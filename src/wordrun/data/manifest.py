@@ -36,6 +36,10 @@ class Entry:
     """Number of documents that begin in the shard. Their positions are in its .docs file, as little-endian uint32."""
     xxh3: str
     """128-bit checksum of the file, as printed by ``xxhsum -H128``."""
+    predicted: int = 0
+    """Number of tokens that are predicted: all, or for pairs those of answers."""
+    bytes: int = 0
+    """UTF-8 bytes of the text of the predicted tokens; 0: unknown, as for tokens prepared elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ class Manifest:
     def documents(self, split: str) -> int:
         """Return the number of documents that begin in a split."""
         return sum(entry.documents for entry in getattr(self, split))
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """Return the bytes of the original text per predicted token of a split; None: unknown."""
+        entries: list[Entry] = getattr(self, split)
+        if not all(entry.bytes for entry in entries):
+            return None
+        return sum(entry.bytes for entry in entries) / sum(entry.predicted for entry in entries)
 
 
 def described(faults: Mapping[str, tuple[int, str]]) -> str:

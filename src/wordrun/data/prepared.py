@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from wordrun.common.errors import ConfigError
 from wordrun.data import manifest as manifests, shards
@@ -17,8 +18,23 @@ COMPARED = ("kind", "format", "text_key", "dataset", "subset", "split", "revisio
 COMPARED_PAIRS = ("prompt_key", "answer_key", "template")
 """Further such options of prompts and answers."""
 
-Opened = tuple[Tokenizer, shards.Array, shards.Array]
-"""The tokenizer, the training tokens and the validation tokens."""
+DECODED = 2**20
+"""Number of validation tokens from which the bytes per token are estimated if the manifest does not have them."""
+
+
+class Opened(NamedTuple):
+    """A data set."""
+
+    tokenizer: Tokenizer
+    train: shards.Array
+    val: shards.Array
+    bytes_per_token: float | None
+    """Bytes of the original validation text per predicted token; None: unknown."""
+
+    @classmethod
+    def of_tokens(cls, tokenizer: Tokenizer, train: shards.Array, val: shards.Array) -> Opened:
+        """Return a data set whose bytes per token are those of the decoded beginning of ``val``."""
+        return cls(tokenizer, train, val, tokenizer.bytes_per_token(val[:DECODED]))
 
 
 def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *, examine: bool = True) -> Opened:
@@ -37,7 +53,10 @@ def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *,
     compare(folder, manifest, data, tokenizer)
     manifests.check_left_out(data, manifest.left_out, manifest.files_read, manifest.faults)
     train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
-    return manifests.tokenizer(folder, manifest), train, val
+    words, known = manifests.tokenizer(folder, manifest), manifest.bytes_per_token("val")
+    if known is None and manifest.settings["kind"] != "pairs":
+        return Opened.of_tokens(words, train, val)
+    return Opened(words, train, val, known)
 
 
 def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokenizer: TokenizerConfig) -> None:

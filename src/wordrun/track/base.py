@@ -18,6 +18,10 @@ LEGEND = {
     "step": "number of optimizer steps so far",
     "loss": "training loss at this step, averaged over all ranks; for text [nats/token]",
     "val_loss": "mean loss on the fixed validation set; for text [nats/token]",
+    "val_bpb": (
+        "bits per byte of the original validation text, in which runs with different tokenizers compare; for pairs, of "
+        "the answers"
+    ),
     "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a fraction) or val_perplexity",
     "lr": "learning rate at this step",
     "grad_norm": "global gradient norm, before clipping",

@@ -16,7 +16,7 @@ SMOOTHING = 0.02
 # A curve is drawn with at most about this many points.
 POINTS = 1200
 # Values in the line of an evaluation that get no panel of their own.
-IN_LOSS = ("step", "val_loss", "val_perplexity")
+IN_LOSS = ("step", "val_loss", "val_perplexity", "val_bpb")
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#e0484d", "#a26bd6", "#b0764a", "#e273b4", "#8b95a1", "#b3a62c", "#2bb3c0")
 """The colors of runs in a comparison, of the parts of a step, and of layers."""
 SPLIT = {
@@ -142,7 +142,9 @@ def _loss(title: str, metrics: Metrics, resumed: Sequence[float]) -> bytes:
     _noisy(axes, steps, losses, "tab:blue", "training, smoothed")
     if evaluation.last("val_loss") is not None:
         x, values = evaluation.known("val_loss")
-        axes.plot(x, values, "o-", ms=4, color="tab:red", label="validation")
+        bpb = evaluation.last("val_bpb")
+        label = "validation" if bpb is None else f"validation, {bpb:.3f} bits per byte"
+        axes.plot(x, values, "o-", ms=4, color="tab:red", label=label)
         axes.annotate(f"{values[-1]:.3f}", (x[-1], values[-1]), xytext=(0, 8), textcoords="offset points", ha="center")
     if marked := metrics.spikes():
         x, values = [steps[i] for i in marked], [losses[i] for i in marked]

@@ -212,8 +212,9 @@ class LanguageTask(Task):
         return ValidationSequences(data, model.batch_size, count, self.dp_rank, self.layout.dp)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the perplexity."""
-        return {"perplexity": math.exp(min(means["loss"], 700))}
+        """Return the perplexity and, if the bytes of the text are known, the bits per byte as ``bpb``."""
+        found, size = {"perplexity": math.exp(min(means["loss"], 700))}, self.corpus.bytes_per_token
+        return found if size is None else {**found, "bpb": means["loss"] / math.log(2) / size}
 
     def hooks(self) -> list[Hook]:
         """Return the hooks of this task: samples, if the tokenizer has its vocabulary."""

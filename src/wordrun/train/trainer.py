@@ -50,6 +50,8 @@ class Summary:
     loss: float | None
     """Training loss of the last logged step; for text, in nats per token."""
     val_loss: float | None
+    val_bpb: float | None
+    """Bits per byte of the validation text; None also if the data are not text."""
     best_val_loss: float | None
     best_metric: str
     """train.best_metric."""
@@ -244,6 +246,7 @@ class Trainer(Training):
             seconds=state.elapsed(),
             loss=state.metrics.get("loss"),
             val_loss=state.metrics.get("val_loss"),
+            val_bpb=state.metrics.get("val_bpb"),
             best_val_loss=state.best_loss,
             best_metric=self.cfg.train.best_metric,
             best_value=state.best_value,

@@ -94,7 +94,7 @@ def _encode(
     for batch in batches:
         texts = [text for text, *_ in batch]
         for (text, begins, split, answers), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            splits[split].add(ids, begins, answers)
+            splits[split].add(ids, begins, answers, text=text)
             documents, tokens, read = documents + begins, tokens + len(ids), read + len(text)
         report(documents, tokens, read)
 

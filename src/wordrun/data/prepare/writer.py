@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -49,16 +49,21 @@ class SplitWriter:
         self._entries: list[manifests.Entry] = []
         self._parts: list[Ids] = []
         self._starts: list[int] = []
-        self._count = 0
+        self._count = self._predicted = self._bytes = 0
+        self._pairs = pairs
 
-    def add(self, tokens: Ids, begins: bool, answers: bool = False) -> None:
-        """Append tokens: after an end-of-text token if ``begins``, and as tokens to predict if ``answers``."""
+    def add(self, tokens: Ids, begins: bool, answers: bool = False, *, text: str = "") -> None:
+        """Append the tokens of ``text``: after an end-of-text token if ``begins``, and as an answer if ``answers``."""
+        predicted = answers or not self._pairs
+        self._predicted += len(tokens) * predicted
+        self._bytes += len(text.encode()) * predicted
         if begins:
             if self._count >= self.shard_tokens:
                 self._flush()
             self._starts.append(self._count)
             if self._eot is not None:
                 self._append(self._eot)
+                self._predicted += 1
         self._append(tokens.astype(np.uint32) | ANSWER if answers else tokens)
 
     def add_shard(self, tokens: Ids) -> None:
@@ -76,8 +81,9 @@ class SplitWriter:
     def _flush(self) -> None:
         if self._count:
             path = self.folder / f"{self.name}_{self.item.number:06d}_{len(self._entries):02d}.bin"
-            self._entries.append(write_shard(path, self._parts, self.dtype, self._starts))
-        self._parts, self._starts, self._count = [], [], 0
+            entry = write_shard(path, self._parts, self.dtype, self._starts)
+            self._entries.append(replace(entry, predicted=self._predicted, bytes=self._bytes))
+        self._parts, self._starts, self._count, self._predicted, self._bytes = [], [], 0, 0, 0
 
     def _append(self, tokens: Ids) -> None:
         self._parts.append(tokens)

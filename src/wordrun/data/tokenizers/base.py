@@ -86,6 +86,14 @@ class Tokenizer(ABC):
             )
         return self.eot
 
+    def bytes_per_token(self, tokens: Ids) -> float | None:
+        """Return the UTF-8 bytes of the text of ``tokens`` per token, with none for ``eot``; None: there is no text.
+
+        This is the encoded text only if the tokenizer keeps every character.
+        """
+        text = "" if self.missing else self.decode(tokens[tokens != (-1 if self.eot is None else self.eot)])
+        return len(text.encode(errors="replace")) / len(tokens) if text else None
+
     @abstractmethod
     def decode(self, tokens: Ids) -> str:
         """Return the text of ``tokens``, with ``eot`` as ``END``; ids beyond the vocabulary never raise."""
