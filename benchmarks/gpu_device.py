@@ -65,7 +65,7 @@ def peak(bench: Bench) -> None:
 def generate(bench: Bench) -> None:
     """Tokens per second of one text of 256 new tokens, by wordrun, nanoGPT and transformers, with the same weights."""
     from wordrun.model.construction import build
-    from wordrun.model.generate import Cached, generate as extend
+    from wordrun.model.generate import Cached, Graphed, generate as extend
     from wordrun.model.huggingface import huggingface_config, to_huggingface
     from wordrun.model.options import GPTConfig
 
@@ -91,12 +91,9 @@ def generate(bench: Bench) -> None:
         return tokens
 
     ours = ours.to(dtype)
-    rate(
-        bench,
-        "wordrun, KV cache",
-        lambda: extend(Cached(ours), prompt, new, block_size=cfg.block_size, top_k=top_k),
-        new,
-    )
+    options: dict[str, Any] = {"block_size": cfg.block_size, "top_k": top_k}
+    rate(bench, "wordrun, CUDA graph", lambda: extend(Graphed(ours), prompt.cpu(), new, **options), new)
+    rate(bench, "wordrun, kernel by kernel", lambda: extend(Cached(ours), prompt, new, **options), new)
     rate(bench, "nanoGPT, model.generate", nanogpt, new)
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -92,7 +92,7 @@ def test_the_cache_changes_nothing(train: Train, device: torch.device, model: li
     from wordrun.backend.mixed_precision import TORCH_DTYPES, choose_dtype
     from wordrun.checkpoint.load import find
     from wordrun.commands.generate import read_model
-    from wordrun.model.generate import Cached, generate
+    from wordrun.model.generate import Cached, Graphed, generate
 
     folder = train("run", *model, "train.checkpoint_interval=20").folder
     kind = choose_dtype(dtype, device)
@@ -100,19 +100,27 @@ def test_the_cache_changes_nothing(train: Train, device: torch.device, model: li
     assert {p.device for p in net.parameters()} == {device}
     assert {p.dtype for p in net.parameters()} == {TORCH_DTYPES[dtype] if device.type == "cuda" else kind}
     tokens = torch.randint(net.vocab_size, (3, 60), generator=torch.Generator().manual_seed(0)).to(device)
-    cached = Cached(net)
-    with torch.no_grad():
-        for end in (7, 8, 9, 20, 21, 60):
-            near = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 0.1, "atol": 0.1}
-            got, expected = cached(tokens[:, :end]).float(), net(tokens[:, :end], at=-1).float()
-            torch.testing.assert_close(got[:, : net.vocab_size], expected[:, : net.vocab_size], **near)
+    graphed = Graphed(net)
+    for cached in (Cached(net), graphed):
+        with torch.no_grad():
+            for end in (7, 8, 9, 20, 21, 22, 60):
+                near = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+                given = tokens[:, :end].cpu() if cached is graphed else tokens[:, :end]
+                got, expected = cached(given).float(), net(tokens[:, :end], at=-1).float()
+                torch.testing.assert_close(got[:, : net.vocab_size], expected[:, : net.vocab_size], **near)
+    assert (graphed.step != graphed.one_token) == (device.type == "cuda")  # a graph was recorded
     if kind == torch.float32:
         with torch.no_grad():
             texts = [
-                generate(model, tokens[:, :5], 40, block_size=net.cfg.block_size, top_k=1)
-                for model in (Cached(net), lambda x: net(x, at=-1))
+                generate(model, start, 40, block_size=net.cfg.block_size, top_k=1).cpu()
+                for model, start in (
+                    (lambda x: net(x, at=-1), tokens[:, :5]),
+                    (Cached(net), tokens[:, :5]),
+                    (Graphed(net), tokens[:, :5].cpu()),
+                )
             ]
         assert texts[0].equal(texts[1])
+        assert texts[0].equal(texts[2])
 
 
 def test_the_command_generates_on_the_device(

@@ -26,7 +26,7 @@ from wordrun.config.schema import Config
 from wordrun.data.tokenizers.base import END
 from wordrun.data.tokenizers.char import CharTokenizer
 from wordrun.data.tokenizers.subword import HFTokenizer
-from wordrun.model.generate import Cached, draw, generate
+from wordrun.model.generate import Cached, Graphed, draw, generate
 from wordrun.model.kv_cache import KVCache
 from wordrun.model.options import GPTConfig, LlamaConfig, ModernConfig, TransformerConfig
 from wordrun.model.transformer import Transformer
@@ -39,6 +39,9 @@ BLOCK = 16
 CONFIGS: dict[str, TransformerConfig] = {
     "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=BLOCK, bias=True),
     "llama": LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=BLOCK),
+    "gemma": LlamaConfig(
+        n_layer=2, n_head=2, n_embd=32, n_hidden=48, block_size=BLOCK, window=5, global_every=2, qk_norm=True
+    ),
     "modern": ModernConfig(n_layer=2, n_head=4, n_embd=32, block_size=BLOCK, ngram_rows=[40, 40], zero_init=False),
 }
 
@@ -64,17 +67,24 @@ def tokens(B: int = 3, T: int = 4, seed: int = 0) -> torch.Tensor:
     ids=["greedy", "top-k", "top-p", "sliding by 6"],
 )
 @pytest.mark.parametrize("T", [1, 4, 40])
-def test_tokens_are_those_without_a_cache(model: Transformer, options: dict[str, Any], T: int) -> None:
-    """Three texts at once, far across the limit of block_size."""
+@pytest.mark.parametrize("kind", [Cached, Graphed])
+def test_tokens_are_those_without_a_cache(
+    model: Transformer, options: dict[str, Any], T: int, kind: type[Cached], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three texts at once, far across the limit of block_size, and across that of the first fixed cache."""
+    monkeypatch.setattr("wordrun.model.generate.LEAST_ROOM", 4)
     without = generate(lambda x: model(x, at=-1), tokens(T=T), 3 * BLOCK, block_size=BLOCK, seed=2, **options)
-    cached = Cached(model)
+    cached = kind(model)
     assert cached(tokens(T=2)).shape == (3, V)  # another text, which must not affect the next
     assert generate(cached, tokens(T=T), 3 * BLOCK, block_size=BLOCK, seed=2, **options).equal(without)
     assert without[:, T:].unique().numel() > 5
 
 
-def test_logits_are_those_without_a_cache_however_many_tokens_come_at_once(model: Transformer) -> None:
-    x, cached = tokens(T=BLOCK), Cached(model)
+@pytest.mark.parametrize("kind", [Cached, Graphed])
+def test_logits_are_those_without_a_cache_however_many_tokens_come_at_once(
+    model: Transformer, kind: type[Cached]
+) -> None:
+    x, cached = tokens(T=BLOCK), kind(model)
     for T in (3, 4, 9, 10, BLOCK):  # 3, 1, 5, 1, 6 new ones
         expected = model(x[:, :T], at=-1)
         assert expected.std() > 0.3
@@ -144,7 +154,7 @@ def drawn(probabilities: list[list[float]], top_k: int | None = None, top_p: flo
     """Return the tokens that 2000 samples from each of ``probabilities`` contain."""
     stream = torch.Generator().manual_seed(1)
     logits = torch.tensor(probabilities).log()
-    draws = torch.cat([draw(logits, top_k, top_p, stream) for _ in range(2000)], 1)
+    draws = torch.cat([draw(logits, 1.0, top_k, top_p, stream) for _ in range(2000)], 1)
     return [set(row.tolist()) for row in draws]
 
 
@@ -165,7 +175,7 @@ def test_top_p_applies_after_top_k() -> None:
 def test_draws_from_top_p_follow_the_probabilities() -> None:
     N = 20_000
     logits = torch.tensor([0.1, 0.5, 0.1, 0.3]).log().expand(N, 4)
-    shares = draw(logits, None, 0.7, torch.Generator().manual_seed(0))[:, 0].bincount(minlength=4) / N
+    shares = draw(logits, 1.0, None, 0.7, torch.Generator().manual_seed(0))[:, 0].bincount(minlength=4) / N
     torch.testing.assert_close(shares, torch.tensor([0.0, 0.625, 0.0, 0.375]), atol=0.012, rtol=0)
 
 

@@ -111,7 +111,7 @@ def write(options: GenerateConfig) -> None:
     from wordrun.data.tokenizers import construction as tokenizers
     from wordrun.dist import World
     from wordrun.dist.device import choose_device
-    from wordrun.model.generate import generate, predictor
+    from wordrun.model.generate import fast_predictor, generate
 
     device = choose_device(options.device, World())
     asked = DTYPES[options.dtype]
@@ -136,7 +136,7 @@ def write(options: GenerateConfig) -> None:
     block_size = saved.config.text_model.block_size
     sampled = partial(
         generate,
-        predictor(model),
+        fast_predictor(model, device),
         length=options.length,
         block_size=block_size,
         temperature=options.temperature,
@@ -146,9 +146,7 @@ def write(options: GenerateConfig) -> None:
     )
     if talks:
         slide = max(options.slide, block_size // 4)  # or each token would recompute a full context
-        converse(
-            Chat(lambda tokens, **more: sampled(tokens.to(device), slide=slide, **more), tokenizer, saved.config.text)
-        )
+        converse(Chat(partial(sampled, slide=slide), tokenizer, saved.config.text))
         return
     if options.num_samples > 1:
         print(_title(1, options))
@@ -156,13 +154,13 @@ def write(options: GenerateConfig) -> None:
     show(begin[hidden:].tolist())
     start = time.perf_counter()
     texts = sampled(
-        begin.expand(options.num_samples, -1).to(device),
+        begin.expand(options.num_samples, -1),
         slide=options.slide,
         on_tokens=lambda column: show(column[:1].tolist()),
     )
     seconds = time.perf_counter() - start
     show.end()
-    for number, text in enumerate(texts[1:].cpu().numpy(), start=2):
+    for number, text in enumerate(texts[1:].numpy(), start=2):
         print(_title(number, options))
         print(tokenizer.decode(text[hidden:]), flush=True)
     count = options.num_samples * options.length

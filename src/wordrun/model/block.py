@@ -74,9 +74,10 @@ class CausalAttention(nn.Module):
             mask: as in ``Block.forward``.
             context: the ranks that have the other tokens of the sequences; None: there are none.
         """
+        attend = context.attention if context else causal_attention
         if cache is not None:
             k, v = cache.append(k, v)
-        attend = context.attention if context else causal_attention
+            attend = cache.attention
         y: Tensor = attend(q, k, v, self.dropout if self.training else 0.0, mask, self.scale, self.window)
         return y.transpose(1, 2).flatten(2)
 

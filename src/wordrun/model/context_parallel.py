@@ -19,6 +19,7 @@ from torch import Tensor
 from wordrun.dist import torch_private
 from wordrun.model.attention import Mask, causal_attention, document_mask
 from wordrun.model.kernel_thresholds import ROWS
+from wordrun.model.kv_cache import Position
 
 
 @lru_cache(maxsize=8)
@@ -165,8 +166,12 @@ class Context:
                 yield slice(begin, begin + end - first), end, mask
 
 
-def positions_of(tokens: int, device: torch.device, start: int = 0, context: Context | None = None) -> Tensor:
+def positions_of(
+    tokens: int, device: torch.device, start: int | Position = 0, context: Context | None = None
+) -> Tensor:
     """Return the positions of consecutive ``tokens``, the first at ``start``, or of this rank's part of a sequence."""
+    if isinstance(start, Position):
+        return start.value
     return context.positions(tokens, device) if context else torch.arange(start, start + tokens, device=device)
 
 

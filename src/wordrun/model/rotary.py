@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wordrun.model.context_parallel import Context
+from wordrun.model.kv_cache import Position
 
 TRAINED_LENGTH = 8192
 """Context length in tokens of Llama 3, which model.rope_factor extends."""
@@ -30,7 +31,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_size, self.theta, self.factor = head_size, theta, factor
 
-    def forward(self, q: Tensor, k: Tensor, start: int = 0, context: Context | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, start: int | Position = 0, context: Context | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return ``q`` and ``k``, both (B, T, heads, H), rotated.
 
         Args:
@@ -42,8 +45,11 @@ class RotaryEmbedding(nn.Module):
         cos, sin = self._table(q, start, context)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def _table(self, q: Tensor, start: int, context: Context | None) -> tuple[Tensor, Tensor]:
+    def _table(self, q: Tensor, start: int | Position, context: Context | None) -> tuple[Tensor, ...]:
         """Return cosines and sines, (T, 1, H), for the tokens of ``q``; all blocks share the table that is kept."""
+        if isinstance(start, Position):
+            facts = self.head_size, self.theta, self.factor, q.device
+            return start.shared(facts, lambda: rotary_table(start.value, *facts))
         # torch.compile fuses the computation; tensor subclasses, such as fake tensors, must not be cached.
         cached = type(q) is Tensor and not torch.compiler.is_compiling()
         make = _kept_table if cached else rotary_table
@@ -61,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         return f"head_size={self.head_size}, theta={self.theta}, factor={self.factor}"
 
 
-def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_table(T: int | Tensor, H: int, theta: float, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles for T tokens, both (T, 1, H) in fp32.
 
     Element h of a head is rotated together with element h + H / 2, by theta^(-2h / H) radians from one token to the
@@ -69,7 +75,7 @@ def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.devi
     negative, as ``rotate`` needs it.
 
     Args:
-        T: tokens.
+        T: number of tokens, the first one at position 0, or their positions, (T,).
         H: size of a head.
         theta: base.
         factor: slows down rotations with a period above TRAINED_LENGTH tokens; periods below a quarter of it are
@@ -81,7 +87,8 @@ def rotary_table(T: int, H: int, theta: float, factor: float, device: torch.devi
         rounds = TRAINED_LENGTH * speeds / (2 * math.pi)
         kept = ((rounds - 1) / (4 - 1)).clamp(0, 1)
         speeds = speeds * (kept + (1 - kept) / factor)
-    angles = torch.arange(T, dtype=torch.float32, device=device)[:, None, None] * speeds
+    positions = T.float() if isinstance(T, Tensor) else torch.arange(T, dtype=torch.float32, device=device)
+    angles = positions[:, None, None] * speeds
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
