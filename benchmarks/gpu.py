@@ -30,9 +30,11 @@ SECTIONS = {
     "peak": ("gpu_device", 60),
     "gpt2": ("gpu_programs", 330),
     "variants": ("gpu_programs", 300),
+    "rows": ("gpu_programs", 400),
     "loop": ("gpu_inside", 120),
     "profile": ("gpu_inside", 120),
     "start": ("gpu_programs", 180),
+    "elastic": ("gpu_programs", 150),
     "llama": ("gpu_programs", 200),
     "plan": ("gpu_programs", 60),
     "generate": ("gpu_device", 200),
@@ -41,15 +43,19 @@ SECTIONS = {
 
 
 def write_data(bench: Bench) -> None:
-    """Write random tokens as train.bin and val.bin."""
+    """Write random tokens as train.bin and val.bin, and the same divided into documents."""
     import numpy as np
 
-    bench.data.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
-    for name, count in (("train", 200_000 if bench.tiny else 20_000_000), ("val", 20_000)):
-        path = bench.data / f"{name}.bin"
-        if not path.exists():
-            generator.integers(0, VOCABULARY, count, dtype=np.uint16).tofile(path)
+    for folder in (bench.data, bench.documents):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, count in (("train", 200_000 if bench.tiny else 20_000_000), ("val", 20_000)):
+            path = folder / f"{name}.bin"
+            if not path.exists():
+                tokens = generator.integers(0, VOCABULARY, count, dtype=np.uint16)
+                if folder == bench.documents:
+                    tokens[generator.random(count) < 1 / 400] = VOCABULARY - 1  # end of text
+                tokens.tofile(path)
 
 
 def run_section(name: str, args: argparse.Namespace, limit: float) -> str:

@@ -74,6 +74,11 @@ class Bench:
         """Folder with random tokens as nanoGPT's train.bin and val.bin, which wordrun reads as data=shards."""
         return self.scratch / "data"
 
+    @property
+    def documents(self) -> Path:
+        """Folder with the same, divided into documents of 400 tokens on average."""
+        return self.scratch / "documents"
+
     def run_dir(self, name: str) -> Path:
         """Return a new run directory; the folder above it exists."""
         folder = self.scratch / "runs"
@@ -183,12 +188,19 @@ def overrides(bench: Bench, batch: int, gas: int, *, compiled: bool = True) -> l
         "model.gelu=none",
         f"model.vocab_size={PADDED}",
         f"model.batch_size={batch}",
+        "optimizer=adamw",  # nanoGPT's
         f"optimizer.gas={gas}",
         f"train.compile={str(compiled).lower()}",
         f"train.compile_scope={'model' if compiled else 'blocks'}",
         f"train.dtype={dtype}",
         *quiet(bench),
     ]
+
+
+def replaced(options: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return ``options`` with ``words``, which replace those of the same name."""
+    names = {word.partition("=")[0] for word in words}
+    return [*(each for each in options if each.partition("=")[0] not in names), *words]
 
 
 def quiet(bench: Bench) -> list[str]:

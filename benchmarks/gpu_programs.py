@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from gpu_common import PADDED, Bench, load, overrides, quiet, spread
+import restart
+from gpu_common import PADDED, Bench, load, overrides, quiet, replaced, spread
 
 WATCH = str(Path(__file__).with_name("gpu_watch.py"))
 INTERVAL = 10
@@ -42,16 +43,30 @@ class Trained:
     """Peak device memory in bytes, allocated and reserved."""
 
 
-def call(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str] = NO_ENV) -> str:
-    """Run a command to its end, and return its output, which also goes to ``log``."""
+def call(
+    command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str] = NO_ENV, limit: float | None = None
+) -> str:
+    """Run a command to its end, or for ``limit`` seconds, and return its output, which also goes to ``log``."""
+    status: int | str
     with log.open("w") as file:
-        status = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=cwd, env={**os.environ, **env}
-        ).returncode
+        job = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env={**os.environ, **env})
+        try:
+            status = job.wait(limit)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+            status = f"the limit of {limit:.0f} s"
     text = log.read_text(errors="replace")
     if status:
         raise RuntimeError(f"{' '.join(command)}\nended with {status}:\n{text[-2000:]}")
     return text
+
+
+def reason(error: Exception) -> str:
+    """Return how a program ended and the end of what it printed, in one line."""
+    text = str(error)
+    status = re.search(r"^ended with .*", text, re.MULTILINE)
+    return " ".join([status[0] if status else "", text[-300:]]).replace("\n", " ")
 
 
 def memory(text: str) -> dict[str, int]:
@@ -82,10 +97,11 @@ def train_wordrun(
     steps: int,
     log_interval: int = INTERVAL,
     env: Mapping[str, str] = NO_ENV,
+    limit: float | None = None,
 ) -> Trained:
     """Train wordrun. The time of a step is from one line of metrics.jsonl to the next, logging included."""
     run = bench.run_dir(name)
-    text = call(wordrun_command(run, options, steps, log_interval), run.with_suffix(".log"), bench.scratch, env)
+    text = call(wordrun_command(run, options, steps, log_interval), run.with_suffix(".log"), bench.scratch, env, limit)
     lines = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
     skip = min(SKIP, steps // 2)
     found = [
@@ -141,23 +157,33 @@ def compile_all(bench: Bench) -> None:
 
     nanoGPT at the larger micro-batch compiles when it is measured: the device has no memory for all of them together.
     """
+    commands = [compile_command(bench, overrides(bench, *shape)) for shape in SHAPES]
+    together(bench, [*commands, (nanogpt_command(bench, *SHAPES[0], 2), bench.nanogpt)])
+
+
+def compile_command(bench: Bench, options: Sequence[str]) -> tuple[list[str], Path]:
+    """Return the command that trains two steps of wordrun, and its folder."""
+    return wordrun_command(bench.run_dir("compile"), [*options, "train.check_memory=false"], 2, 1), bench.scratch
+
+
+def together(bench: Bench, commands: Sequence[tuple[Sequence[str], Path]]) -> None:
+    """Run commands in their folders, all at once."""
     began = time.perf_counter()
     jobs: list[subprocess.Popen[bytes]] = []
-    for number, (batch, gas) in enumerate(SHAPES):
-        run = bench.run_dir(f"compile-{batch}")
-        options = [*overrides(bench, batch, gas), "train.check_memory=false"]
-        commands = [(wordrun_command(run, options, 2, 1), bench.scratch)]
-        if number == 0:
-            commands.append((nanogpt_command(bench, batch, gas, 2), bench.nanogpt))
-        for command, cwd in commands:
-            with (bench.scratch / f"compile-{len(jobs)}.log").open("w") as log:
-                jobs.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=subprocess.STDOUT))
+    for command, cwd in commands:
+        with (bench.scratch / f"compile-{len(jobs)}.log").open("w") as log:
+            jobs.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=subprocess.STDOUT))
     failed = sum(job.wait() != 0 for job in jobs)
-    bench.add("compilation, three settings at once", seconds=time.perf_counter() - began, failed=failed)
+    bench.add("compilation, settings at once", settings=len(jobs), seconds=time.perf_counter() - began, failed=failed)
 
 
-def add_trained(bench: Bench, table: str, program: str, batch: int, gas: int, runs: Sequence[Trained]) -> float:
-    """Add a row for one program at one setting, and return its tokens per second."""
+def add_trained(
+    bench: Bench, table: str, program: str, batch: int, gas: int, runs: Sequence[Trained], flops: int = 0
+) -> float:
+    """Add a row for one program at one setting, and return its tokens per second.
+
+    ``flops`` are a token's; 0: GPT-2's.
+    """
     steps = [step for run in runs for step in run.steps]
     tokens = batch * gas * bench.shape.block_size
     speed = tokens / statistics.median(steps)
@@ -171,7 +197,7 @@ def add_trained(bench: Bench, table: str, program: str, batch: int, gas: int, ru
         ms_min=1000 * min(steps),
         ms_max=1000 * max(steps),
         intervals=len(steps),
-        mfu_of_measured_peak=bench.mfu(speed * bench.shape.flops_per_token),
+        mfu_of_measured_peak=bench.mfu(speed * (flops or bench.shape.flops_per_token)),
         allocated_gib=most["allocated"] / 2**30,
         reserved_gib=most["reserved"] / 2**30,
     )
@@ -215,18 +241,65 @@ def variants(bench: Bench) -> None:
     for name in ("", "model.vocab_size=null", *bench.variants):
         words = name.split()
         env = dict(word.split("=", 1) for word in words if word[:1].isupper())
-        changed = {word.partition("=")[0]: word for word in words if not word[:1].isupper()}
+        changed = dict(word.split("=", 1) for word in words if not word[:1].isupper())
         batch, gas = (
-            int(changed[key].partition("=")[2]) if key in changed else value
+            int(changed.get(key, value))
             for key, value in zip(("model.batch_size", "optimizer.gas"), usual, strict=True)
         )
-        options = [each for each in overrides(bench, batch, gas) if each.partition("=")[0] not in changed]
+        options = replaced(overrides(bench, batch, gas), [f"{key}={value}" for key, value in changed.items()])
         try:
-            done = train_wordrun(bench, "variant", [*options, *changed.values()], steps, 10 - 8 * bench.tiny, env)
+            done = train_wordrun(bench, "variant", options, steps, 10 - 8 * bench.tiny, env)
         except RuntimeError as error:
-            bench.add("not run", variant=name, why=str(error)[-300:].replace("\n", " "))
+            bench.add("not run", variant=name, why=reason(error))
         else:
             add_trained(bench, "variants of wordrun", name or "defaults", batch, gas, [done])
+
+
+ROWS = {
+    "AdamW": "",
+    "float8, tensorwise": "train.float8=tensorwise",
+    "float8, rowwise": "train.float8=rowwise",
+    "attention within documents": "data.mask_documents=true",
+    "Muon": "optimizer=muon",
+    "modern, depth 12, Muon": "optimizer=muon model=modern",
+    "activation offload, not compiled": "train.activation_offload=true train.compile=false train.compile_scope=blocks",
+    "48 x 1": "model.batch_size=48 optimizer.gas=1",
+}
+"""What section rows compares at nanoGPT's setting, each with its changes."""
+
+
+def row_options(bench: Bench, words: str) -> list[str]:
+    """Return the overrides of a row with the changes ``words``."""
+    batch, gas = shapes(bench)[0]
+    options = overrides(bench, batch, gas)
+    if "model=modern" in words:  # depth sets its shape
+        options = [each for each in options if not each.startswith("model")]
+        options += ["model.depth=2" if bench.tiny else "model.depth=12", f"model.block_size={bench.shape.block_size}"]
+        options += [f"model.vocab_size={PADDED}", f"model.batch_size={batch}"]
+    if "mask_documents" in words:
+        options = replaced(options, [f"data.path={bench.documents}"])
+    return replaced(options, [*words.split(), *["train.compile=false"] * bench.tiny])
+
+
+def rows(bench: Bench) -> None:
+    """GPT-2 124M at nanoGPT's setting with one change each, and llama3_1b with full activation checkpointing."""
+    import wordrun
+    from wordrun.model.construction import meta_model
+
+    steps, interval = (12, 2) if bench.tiny else (40, 10)
+    every = {name: row_options(bench, words) for name, words in ROWS.items()}
+    if not bench.tiny:
+        together(bench, [compile_command(bench, each) for each in every.values() if "train.compile=true" in each])
+    for name, options in every.items():
+        try:
+            cfg = wordrun.compose(options)
+            flops = meta_model(cfg.transformer, PADDED).flops_per_token() if "modern" in name else 0
+            done = train_wordrun(bench, "row", options, steps, interval, limit=60)
+            batch, gas = cfg.transformer.batch_size, cfg.optimizer.gas
+            add_trained(bench, "rows", name, batch, gas, [done], flops)
+        except Exception as error:  # a row that fails must not stop the next
+            bench.add("not run", row=name, why=reason(error))
+    add_checkpointed_llama(bench, "full", (24, 16))
 
 
 def first_step(bench: Bench, options: Sequence[str], cache: Path) -> float:
@@ -255,6 +328,47 @@ def start(bench: Bench) -> None:
         bench.add("start to first step", kind=name, seconds=first_step(bench, options, cache))
 
 
+STUCK = """
+import sys, time, torch
+from wordrun import dist
+with dist.session() as world:
+    if world.device == "cpu":
+        time.sleep(60)
+    torch.cuda._sleep(10**12)
+    torch.cuda.synchronize()
+"""
+
+
+def elastic(bench: Bench) -> None:
+    """A rank that is killed, with guardians and without: seconds to the next step; and a rank that waits for ever."""
+    sizes = [f"train.device={bench.device}", "train.backend=DDP", "train.deterministic=true", "optimizer=adamw"]
+    before = used_mib(bench)
+    for way in restart.WAYS:
+        folder = bench.scratch / f"elastic-{time.time_ns()}"
+        found = restart.train(way, 1, 1, folder, sizes)
+        left = used_mib(bench)
+        for fault in found:
+            lost = fault["last_step"] - fault["resumed_step"]
+            bench.add("killed rank", way=way, seconds=fault["seconds"], steps_lost=lost, mib_before=before, after=left)
+    log = bench.scratch / "stuck.log"
+    command = [sys.executable, "-m", "wordrun.launch", "-n", "1", "--hang", "5", sys.executable, "-c", STUCK]
+    began = time.perf_counter()
+    try:
+        call(command, log, bench.scratch, limit=50)
+    except RuntimeError as error:
+        print(error, flush=True)
+    shown = log.read_text(errors="replace")[-700:]
+    bench.add("rank that waits", seconds=time.perf_counter() - began, mib_after=used_mib(bench), report=repr(shown))
+
+
+def used_mib(bench: Bench) -> int | None:
+    """Return the device's memory in use, by all processes, in MiB."""
+    if bench.tiny:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
 def planned_bytes(options: Sequence[str], checkpointing: str) -> float | None:
     """Return the planned peak of the configured strategy on one H100 in bytes, or None if there is no estimate."""
     from wordrun.commands.plan import plan as report
@@ -274,6 +388,7 @@ def llama_options(bench: Bench, backend: str, checkpointing: str, batch: int) ->
         f"train.backend={backend}",
         f"train.activation_checkpointing={checkpointing}",
         f"model.batch_size={batch}",
+        "optimizer=adamw",
         "optimizer.gas=1",
         *quiet(bench),
     ]
@@ -284,19 +399,22 @@ def llama(bench: Bench) -> None:
 
     One rank computes without shards, so ``train.backend=FSDP`` is refused there, and DDP measures the same step.
     """
-    for checkpointing, batches in (("none", (8, 6, 4)), ("selective", (12, 8)), ("full", (24, 16))):
-        for batch in (2,) if bench.tiny else batches:
-            need = planned_bytes(llama_options(bench, "DDP", checkpointing, batch), checkpointing)
-            if need is not None and need <= 79.2 * 0.9 * 2**30:
-                break
-        try:
-            options = llama_options(bench, "DDP", checkpointing, batch)
-            add_llama(
-                bench, "DDP", checkpointing, batch, train_wordrun(bench, f"llama-{checkpointing}", options, 20, 5)
-            )
-        except RuntimeError as error:
-            why = str(error)[-300:].replace("\n", " ")
-            bench.add("not run", backend="DDP", checkpointing=checkpointing, batch=batch, why=why)
+    for checkpointing, batches in (("none", (8, 6, 4)), ("selective", (12, 8))):
+        add_checkpointed_llama(bench, checkpointing, batches)
+
+
+def add_checkpointed_llama(bench: Bench, checkpointing: str, batches: Sequence[int]) -> None:
+    """Measure llama3_1b at the first of ``batches`` that fits by the plan, or at the last."""
+    for batch in (2,) if bench.tiny else batches:
+        need = planned_bytes(llama_options(bench, "DDP", checkpointing, batch), checkpointing)
+        if need is not None and need <= 79.2 * 0.9 * 2**30:
+            break
+    try:
+        options = llama_options(bench, "DDP", checkpointing, batch)
+        add_llama(bench, "DDP", checkpointing, batch, train_wordrun(bench, f"llama-{checkpointing}", options, 20, 5))
+    except RuntimeError as error:
+        why = reason(error)
+        bench.add("not run", backend="DDP", checkpointing=checkpointing, batch=batch, why=why)
 
 
 def add_llama(bench: Bench, backend: str, checkpointing: str, batch: int, done: Trained) -> None:

@@ -82,9 +82,9 @@ def train(tmp_path: Path) -> Train:
 def one_rank_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the sharding backends run on one rank, which users are advised against, with ``fully_shard`` and all."""
     from wordrun.backend.fsdp import Splitter
-    from wordrun.config import rules
+    from wordrun.backend.options import FSDPConfig
 
-    monkeypatch.setattr(rules, "_check_sharding", lambda *_: [])
+    monkeypatch.setattr(FSDPConfig, "conflicts_on", lambda *_: [])
     monkeypatch.setattr(Splitter, "sharded", property(lambda self: not self.options.zero_bubble))
 
 
