@@ -351,7 +351,7 @@ def elastic(bench: Bench) -> None:
             lost = fault["last_step"] - fault["resumed_step"]
             bench.add("killed rank", way=way, seconds=fault["seconds"], steps_lost=lost, mib_before=before, after=left)
     log = bench.scratch / "stuck.log"
-    command = [sys.executable, "-m", "wordrun.launch", "-n", "1", "--hang", "5", sys.executable, "-c", STUCK]
+    command = [sys.executable, "-m", "wordrun.launch", "-n", "1", "--idle-timeout", "10", sys.executable, "-c", STUCK]
     began = time.perf_counter()
     try:
         call(command, log, bench.scratch, limit=50)
