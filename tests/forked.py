@@ -60,7 +60,9 @@ def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.Ba
     return process
 
 
-def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run(
+    n: int, words: Sequence[str], env: Mapping[str, str], timeout: float, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a Python script, or ``-m module``, on ``n`` ranks; the status is that of the first rank to fail.
 
     Ranks that end at almost the same moment, one of them because of the other, may be seen together: then the lowest
@@ -71,11 +73,13 @@ def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) ->
         words: what comes after ``python``.
         env: of the ranks, but for what says who they are.
         timeout: seconds after which they are killed.
+        folder: where they run; None: here.
 
     Raises:
         subprocess.TimeoutExpired: they had not ended by then.
     """
-    files = [Path(f"{name}-of-{n}-ranks.txt").absolute() for name in ("stdout", "stderr")]
+    folder = (folder or Path.cwd()).absolute()
+    files = [folder / f"{name}-of-{n}-ranks.txt" for name in ("stdout", "stderr")]
     for file in files:
         file.write_text("")
     told = {"WORDRUN_LAUNCHER": "local", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -83,7 +87,7 @@ def run(n: int, words: Sequence[str], env: Mapping[str, str], timeout: float) ->
     for rank in range(n):
         mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
         whole = {**env, **told, **{name: str(number) for name, number in mine.items()}}
-        ranks.append(start(_rank, list(words), os.getcwd(), whole, files))
+        ranks.append(start(_rank, list(words), str(folder), whole, files))
     end, status = time.monotonic() + timeout, 0
     while (living := [rank for rank in ranks if rank.exitcode is None]) and time.monotonic() < end:
         wait([rank.sentinel for rank in living], timeout=end - time.monotonic())

@@ -134,7 +134,8 @@ class LanguageTask(Task):
         return shapes_of(cfg.model, vocab_size, split=not cfg.backend.replicated)
 
     def _flops(self) -> int | None:
-        model, size = self.make_model(), self.cfg.text_model.block_size
+        # Without the vocabulary's padding, so that every layout reports the MFU of the same work.
+        model, size = self.meta_model, self.cfg.text_model.block_size
         if isinstance(model, Transformer):
             return model.flops_per_token() * size
         tokens, targets = torch.empty(2, 1, size, dtype=torch.int64, device="meta")
