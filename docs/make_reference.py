@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import make_man
+import make_status
 
 from wordrun.common.section import value_text
 from wordrun.config.registry import documentation
@@ -63,4 +64,5 @@ def row(prefix: str, schema: type[Any], field: Any) -> str:
 
 if __name__ == "__main__":
     make_man.write()
+    make_status.write()
     Path(__file__).with_name("reference.md").write_text(render(), encoding="utf-8")

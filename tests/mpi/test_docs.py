@@ -51,8 +51,8 @@ def _blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_readme_python_example_runs(ranks: Any, tmp_path: Path) -> None:
-    (example,) = _blocks("README.md", "python")
+def test_the_python_example_runs(ranks: Any, tmp_path: Path) -> None:
+    (example,) = _blocks("docs/api.md", "python")
     (tmp_path / "example.py").write_text(example)
     done = ranks(1, "example.py", under="fork")
     assert done.returncode == 0, done.stderr
@@ -80,53 +80,31 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(o.get("output_type") == "error" for cell in notebook.cells for o in cell.get("outputs", []))
 
 
-README_LINES = [
-    line.partition("#")[0].strip()
-    for line in "".join(_blocks("README.md", "console")).replace("\\\n", " ").splitlines()
-    if line.startswith(("launch", "wordrun"))
-]
-README_LINES.remove("launch -n 2 python -m wordrun.test_dist")  # test_train.py runs it, and looks closer
+@pytest.mark.parametrize("page", ["README.md", "docs/comparison.md"])
+def test_commands_of_the_front_pages_are_accepted(page: str, command: Any) -> None:
+    lines = re.sub(r"\\\n *", "", "".join(_blocks(page, "console"))).splitlines()
+    lines += re.findall(r"`((?:launch|wordrun) [^`]+)`", (ROOT / page).read_text())
+    lines = [line for line in lines if re.match("(launch|wordrun) .*wordrun|wordrun .*=", line)]
+    assert lines
+    for line in lines:
+        words = shlex.split(line)
+        if words[0] == "launch":
+            assert command("launch", "--dry-run", *words[1:]).returncode == 0, line
+        done = command("wordrun", *words[words.index("wordrun") + 1 :], "--cfg", "job")
+        assert done.returncode == 0, done.stderr
 
-NEED_A_RUN = [line for line in README_LINES if re.match("wordrun (generate|export)", line)]
-OF_RUNS = [line for line in README_LINES if re.match("wordrun (ls|report)", line)]
-SHORT = [line for line in README_LINES if re.search(r"smoke|--help|--dry-run|--doctor|wordrun (plan|prepare)", line)]
 
-
-@pytest.mark.parametrize("line", SHORT)
-def test_short_readme_command_runs_as_printed(line: str, command: Any, ranks: Any, tmp_path: Path) -> None:
-    """On forked ranks, for fewer steps, if launch starts the same program in another of these lines."""
+def test_the_readmes_own_text_trains(command: Any, tmp_path: Path) -> None:
+    (line,) = re.findall(r"`(wordrun data=text[^`]+)`", (ROOT / "README.md").read_text())
     shutil.copy(ROOT / "README.md", tmp_path)
-    first, _, more = line.partition(" train=smoke ")
-    if more and f"{first} train=smoke" in SHORT:
-        assert command("sh", "-c", line.replace("launch", "launch --dry-run", 1)).returncode == 0
-        short = ["train.max_iters=4", "train.eval_interval=2", "train.eval_iters=1", "train.sample_tokens=8"]
-        done = ranks(2, *shlex.split(line)[4:], *short, under="fork")
-    else:
-        done = command("sh", "-c", line)
+    done = command("sh", "-c", f"{line} train.max_iters=4 train.eval_interval=2 train.eval_iters=1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
-@pytest.mark.parametrize("line", NEED_A_RUN)
-def test_readme_command_on_a_run_has_valid_options(line: str, command: Any) -> None:
-    done = command("sh", "-c", line)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "outputs/latest does not exist" in done.stderr
-
-
-@pytest.mark.parametrize("line", OF_RUNS)
-def test_readme_command_on_all_runs(line: str, command: Any, tmp_path: Path) -> None:
-    assert "wordrun ls shows" in command("sh", "-c", line).stderr or line == "wordrun ls"
-    run = tmp_path / "outputs" / "sample" / "nano-DDP" / "1"
-    run.mkdir(parents=True)
-    (run / "run.json").write_text('{"exit_reason": "finished", "steps": 7}')
-    done = command("sh", "-c", line)
-    assert done.returncode == 0, done.stderr
-    assert "finished" in (tmp_path / "report.html").read_text() if "report" in line else "finished" in done.stdout
+    assert "step 4/4  val_loss" in done.stdout
 
 
 def test_the_command_of_the_talk_trains(command: Any) -> None:
-    (line,) = [line for line in README_LINES if line.startswith("launch python3")]
+    (block,) = _blocks("docs/comparison.md", "console")
+    line = block.replace("\\\n", "").strip()
     done = command("sh", "-c", f"{line} train.max_iters=2 train.eval_iters=1 model.batch_size=2 data.kind=sample")
     assert done.returncode == 0, done.stderr
     assert "step 2/2  val_loss" in done.stdout
@@ -182,13 +160,3 @@ def test_quickstart_without_a_network_is_no_failure(command: Any) -> None:
     assert "$ launch -n 2 python -m wordrun train.backend=DDP data=sample experiment=quickstart" in done.stdout
     assert "unknown option 'train.max_iter'" in done.stderr
     assert "NOT TRAINING" not in done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("line", [line for line in README_LINES if line not in SHORT + NEED_A_RUN + OF_RUNS])
-def test_long_readme_command_composes(line: str, command: Any) -> None:
-    """Both launch and wordrun accept the long ones as printed."""
-    words = shlex.split(line)
-    if words[0] == "launch":
-        assert command("launch", "--dry-run", *words[1:]).returncode == 0
-    done = command("wordrun", *words[words.index("wordrun") + 1 :], "--cfg", "job")
-    assert done.returncode == 0, done.stderr

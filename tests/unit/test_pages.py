@@ -69,16 +69,12 @@ def test_launch_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines()[-1] == "launch: more: docs/launch.md#sites"
 
 
-def test_readme_shows_what_it_claims() -> None:
-    """In the table of comparisons, each row names a test or a measurement; all of it is on the first screen."""
-    start = README[: README.index("\n## Examples")]
-    assert len(start.splitlines()) <= 50
-    rows = re.findall(r"^\| (?!If|---|.*---)(.*) \|$", start.split("shown by |")[1], re.MULTILINE)
-    assert len(rows) == 4
-    for row in rows:
-        shown = re.findall(r"\]\(([^)]+)\)", row.split(" | ")[2])
-        assert shown
-        assert [path for path in shown if not re.match("tests/|benchmarks/", path) or not (ROOT / path).exists()] == []
+def test_the_readme_is_one_screen_and_each_comparison_has_figures() -> None:
+    assert len(README.splitlines()) <= 70
+    assert len(re.findall(r"^launch python -m wordrun train.backend=DDP data=shakespeare$", README, re.MULTILINE)) == 2
+    rows = re.findall(r"^\| \w.* \|$", (DOCS / "comparison.md").read_text().partition("\n## ")[0], re.MULTILINE)
+    assert len(rows) == 6  # with the heading
+    assert [row for row in rows[1:] if not re.search(r"\]\((\.\./benchmarks/results/|#)[^)]*\) \|$", row)] == []
 
 
 def test_links_of_readme_exist() -> None:
