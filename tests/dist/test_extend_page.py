@@ -1,4 +1,4 @@
-"""docs/extend.md: a project made word for word from the page trains with all of its parts."""
+"""docs/extend.md and docs/extend/: a project made word for word from the pages trains with all of its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.forked_programs
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join(page.read_text() for page in (DOCS / "extend.md", *sorted(DOCS.glob("extend/*.md"))))
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 MOST = {
     "squared": 40,

@@ -1,4 +1,4 @@
-"""docs/tutorials/: what a page tells its reader to type runs, and prints what the page says.
+"""docs/tutorials/ and pages that are read from top to bottom: what they tell their readers to type runs.
 
 A page's programs are the code blocks below a line with their name. Console blocks are run line by line, on forked ranks
 where the page says ``launch -n``; training runs are made smaller. A text block says what the lines of the console block
@@ -19,8 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
-FOLDER = Path(__file__).parents[2] / "docs/tutorials"
-PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {path.stem: path for path in (*sorted(DOCS.glob("tutorials/*.md")), DOCS / "hangs.md", DOCS / "slow_runs.md")}
 BLOCK = re.compile(r"(?:^`([\w./]+)`[^`\n]*:\n\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = tuple(
     shlex.split("""
@@ -31,14 +31,14 @@ SMALL = tuple(
 )
 TESTED = ("launch --doctor",)
 """Commands that the README's tests run, too, and that take long."""
-FEWER = {"1,2": "1", "64KB..1MB": "64KB"}
-"""Of a study's ``--ranks`` and of the ``--sizes`` of ``--bench``, one will do."""
-SKIPPED = ("on a cluster", "on more ranks", "takes minutes")
+FEWER = {"64KB..1MB": "64KB"}
+"""Of the ``--sizes`` of ``--bench``, one will do."""
+SKIPPED = ("on a cluster", "takes minutes", "while a run is going")
 """Comments of lines that are left out."""
 ELSEWHERE = ("git", "pip", "source", "bin/quickstart", "qsub", "sbatch", "salloc", "ssh", "rsync", "squeue", "qstat")
 """Commands that need a network, a scheduler, or another shell."""
 NUMBER = re.compile(r"-?\d+\.\d+")
-SHOW_STACKS = ("debugging",)
+SHOW_STACKS = ("hangs",)
 """Pages on which ``launch`` reads what ranks do, for which they have to be its descendants."""
 
 
@@ -51,7 +51,7 @@ def test_the_page_runs_as_it_is_written(
     name: str, ranks: Command, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed: list[str] = []
-    for file, language, text in BLOCK.findall((FOLDER / f"{name}.md").read_text()):
+    for file, language, text in BLOCK.findall(PAGES[name].read_text()):
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(text)
@@ -82,8 +82,7 @@ def run(line: str, ranks: Command, command: Command) -> str:
     words = [FEWER.get(word, word) for word in words]
     n, rest = (int(words[2]), words[3:]) if on_ranks else (1, words)
     rest = rest[1:] if rest[0] == "python" else ["-m", *rest]
-    makes_processes = "prepare" in words or "experiment=first" in words  # forked ranks must not
-    if words[0] in ("ls", "tail") or makes_processes or (words[0] == "launch" and not on_ranks):
+    if words[0] in ("ls", "tail") or "prepare" in words or (words[0] == "launch" and not on_ranks):
         done = command(*words, *smaller(rest), timeout=300)
     elif words[0] in ("launch", "wordrun", "python"):
         done = ranks(n, *rest, *smaller(rest), under="fork", timeout=300)
@@ -99,9 +98,7 @@ def smaller(words: list[str]) -> list[str]:
     if words[:2] != ["-m", "wordrun"] or "=" not in words[2]:
         return []
     fixed = {word.partition("=")[0] for word in words}
-    plain = "model=average" in words  # has no such options
-    options = [option for option in SMALL if not (plain and option.startswith("model.n_"))]
-    return [option for option in options if option.partition("=")[0] not in fixed]
+    return [option for option in SMALL if option.partition("=")[0] not in fixed]
 
 
 def expect(text: str, printed: str) -> None:

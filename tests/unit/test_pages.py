@@ -36,10 +36,10 @@ def exists(page: str) -> bool:
 
 
 def test_sections_named_in_the_code_exist() -> None:
-    named = {found for text in SOURCES for found in re.findall(r"\w+\.md#[\w-]+", text)}
-    assert {"jobs.md#a-hang", "launch.md#exit-status-and-signals"} <= named
+    named = {found for text in SOURCES for found in re.findall(r"(?:extend/)?\w+\.md#[\w-]+", text)}
+    assert {"hangs.md#a-hang", "how_launch_works.md#exit-status-and-signals"} <= named
     assert [page for page in sorted(named) if not exists(page)] == []
-    pages = {found for text in SOURCES for found in re.findall(r"docs/(\w+\.md)", text)}
+    pages = {found for text in SOURCES for found in re.findall(r"docs/([\w/]+\.md)", text)}
     assert [page for page in sorted(pages) if not (DOCS / page).exists()] == []
 
 
@@ -47,10 +47,10 @@ def test_a_message_names_the_section_of_its_error() -> None:
     with pytest.raises(UserError) as contradiction:
         dist.discover({"RANK": "0", "WORLD_SIZE": "2"})
     assert with_page(contradiction.value) == f"{contradiction.value}\nmore: docs/dist.md#how-a-process-is-identified"
-    assert with_page(WorldError("here", page="jobs.md#a-hang")) == "here\nmore: docs/jobs.md#a-hang"
+    assert with_page(WorldError("here", page="hangs.md#a-hang")) == "here\nmore: docs/hangs.md#a-hang"
     assert with_page(ConfigError("here")) == "here"
-    sent = pickle.loads(pickle.dumps(ConfigError("here", page="jobs.md#a-hang")))  # to another process
-    assert with_page(sent) == "here\nmore: docs/jobs.md#a-hang"
+    sent = pickle.loads(pickle.dumps(ConfigError("here", page="hangs.md#a-hang")))  # to another process
+    assert with_page(sent) == "here\nmore: docs/hangs.md#a-hang"
 
 
 def test_a_part_that_fails_names_the_file_with_its_traceback_only() -> None:
@@ -66,7 +66,7 @@ def test_a_module_that_is_run_by_its_name_names_it(command: Command) -> None:
 
 def test_launch_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--site", "nowhere", "true"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "launch: more: docs/launch.md#sites"
+    assert capsys.readouterr().err.splitlines()[-1] == "launch: more: docs/site_files.md#site-files"
 
 
 def test_the_readme_is_one_screen_and_each_comparison_has_figures() -> None:
@@ -83,7 +83,8 @@ def test_links_of_readme_exist() -> None:
 
 
 def test_the_table_of_variables_is_complete() -> None:
-    rows = re.findall(r"^\| `(WORDRUN_\w+)` \|([^|]*\|[^|]*)\|", (DOCS / "launch.md").read_text(), re.MULTILINE)
+    page = (DOCS / "how_launch_works.md").read_text()
+    rows = re.findall(r"^\| `(WORDRUN_\w+)` \|([^|]*\|[^|]*)\|", page, re.MULTILINE)
     folders = (PACKAGE, ROOT / "conf", ROOT / "bin")
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"]
     used = {name.decode() for file in files for name in re.findall(rb"\bWORDRUN_[A-Z0-9_]+\b", file.read_bytes())}

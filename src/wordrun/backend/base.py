@@ -241,7 +241,7 @@ def checked(losses: Any, batch: Any, options: ModelConfig, device: torch.device)
     raise UserError(
         f"{part_of('model', options)}: losses(batch) should return the loss of each example, a floating-point "
         f"tensor of shape [{size}] on {device.type}: it returned {found}",
-        page="extend.md#a-model",
+        page="extend/model.md#a-model",
     )
 
 

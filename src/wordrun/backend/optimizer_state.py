@@ -221,7 +221,7 @@ Group = dict[str, Any]
 class StateError(UserError, TypeError):
     """An optimizer keeps something that a checkpoint cannot hold; the message names the optimizer and what it is."""
 
-    page = "extend.md#an-optimizer"
+    page = "extend/optimizer.md#an-optimizer"
 
 
 class GroupValues:

@@ -49,7 +49,7 @@ def require_optimizer(found: Any, part: str) -> None:
     if not hasattr(found, "param_groups"):
         raise ConfigError(
             f"{part} should return one torch optimizer, not {type(found).__name__}; a schedule is a part of its own",
-            page="extend.md#an-optimizer",
+            page="extend/optimizer.md#an-optimizer",
         )
     needed = [p for p in inspect.signature(found.step).parameters.values() if p.default is p.empty and p.kind < 2]
     if needed:

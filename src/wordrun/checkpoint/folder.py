@@ -37,7 +37,7 @@ class DamagedError(UserError):
 class LostError(UserError):
     """A checkpoint that was not on disk can no longer be read; nothing of it has been loaded."""
 
-    page = "checkpoints.md#checkpoints-in-memory"
+    page = "faults.md#checkpoints-in-memory"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class UserError(Exception):
 
     exit_status = 1
     page = ""
-    """The section of docs/ with more details, such as ``launch.md#sites``; empty: there are none."""
+    """The section of docs/ with more details, such as ``site_files.md#site-files``; empty: there are none."""
 
     def __init__(self, message: object = "", *, page: str = "", cause: BaseException | None = None) -> None:
         """Create an error with this ``message``.

@@ -132,7 +132,7 @@ class Reader:
                 f"the {self.what} is of class {type(self.dataset).__name__}, which has no {' and no '.join(missing)}: "
                 "a dataset needs __len__ and __getitem__(index), because a run reads its examples by index, in an "
                 "order of its own",
-                page="tasks.md#your-own-model-data-and-metric",
+                page="tasks.md#your-own-examples",
             )
 
     def blamed(self, index: int) -> contextlib.AbstractContextManager[None]:
@@ -147,7 +147,7 @@ class Reader:
         if not isinstance(example, tuple | list) or len(example) != len(self.fields):
             raise ConfigError(
                 f"example {index} of the {self.what} {self._refusal(f'it is {_described(example)}')}",
-                page="tasks.md#batches-of-your-own",
+                page="tasks.md#your-own-batches",
             )
         try:
             found = tuple(map(torch.as_tensor, example))

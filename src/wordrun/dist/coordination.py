@@ -146,7 +146,7 @@ class Agreement:
                 raise WorldError(
                     f"not all of {self.world.size} ranks reached the same point within {self.timeout_s} s: look for an "
                     "error or a slow rank in the log, or allow more time with train.timeout_s",
-                    page="jobs.md#a-hang",
+                    page="hangs.md#a-hang",
                 )
             time.sleep(pause)
             pause = min(2 * pause, max(0.1, self.world.size / LOOKS_PER_S))

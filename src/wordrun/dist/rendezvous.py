@@ -91,7 +91,7 @@ def _store_over_mpi(world: World, timeout: timedelta) -> Any:
     port = json.loads(mpi.broadcast(json.dumps(port).encode()))
     if isinstance(port, str):
         raise WorldError(
-            f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}", page="launch.md#who-can-connect"
+            f"rank 0 on {world.hosts[0]} cannot listen at {address}: {port}", page="how_launch_works.md#who-can-connect"
         )
     if store is None:
         store = TCPStore(address, port, world.size, is_master=False, timeout=timeout)
@@ -136,7 +136,7 @@ def _allow_connections(world: World) -> None:
         raise WorldError(
             f"rank 0 on {world.host} may open {hard} files, but {world.size} ranks connect to it: raise the hard limit "
             f"there to {needed} (ulimit -n; LimitNOFILE of the scheduler's daemon)",
-            page="launch.md#who-can-connect",
+            page="how_launch_works.md#who-can-connect",
         )
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -164,12 +164,12 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
         raise WorldError(
             f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "
             "start them with `launch`, which sets both, or torchrun with --standalone or a --master-port",
-            page="launch.md#who-can-connect",
+            page="how_launch_works.md#who-can-connect",
         )
     if world.nodes > 1 and address in ("localhost", "127.0.0.1"):
         raise WorldError(
             f"MASTER_ADDR={address} cannot be reached from {world.nodes} nodes: set it to the first host's address",
-            page="launch.md#who-can-connect",
+            page="how_launch_works.md#who-can-connect",
         )
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}  # which env:// reads
     try:
@@ -180,6 +180,6 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
         raise WorldError(
             f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
             f"{address}:{port}: {first_line(error)}. Leave MASTER_PORT unset and `launch` finds a free one.",
-            page="launch.md#who-can-connect",
+            page="how_launch_works.md#who-can-connect",
         ) from error
     return store

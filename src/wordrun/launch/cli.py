@@ -127,7 +127,7 @@ def _run(options: Options, plan: LaunchPlan) -> int:
                 fault = None  # what was found out says more than what the launcher reports
             fault = fault or retries.after_kill(outcome, plan.env["WORDRUN_LAUNCH_RECORD"])
             if fault is None or retries.left == 0:
-                say(retries.refusal if options.retries else "", "jobs.md#what-a-failure-costs")
+                say(retries.refusal if options.retries else "", "faults.md#what-you-set-and-what-you-lose")
                 say(record.continued_without(plan, left_out) if status == 0 else "")
                 return status
             retries.use_one()

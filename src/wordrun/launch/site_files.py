@@ -33,7 +33,7 @@ def find(wanted: str | None, host: str, env: Mapping[str, str]) -> tuple[Site, s
         if wanted in files or os.path.isfile(wanted):
             return load(files.get(wanted, wanted)), f"--site {wanted}"
         known = f"{', '.join(sorted(files))}{nearest(wanted, files)}; put your own into {own_folder(env)}"
-        raise ConfigError(f"--site {wanted} is neither a file nor one of {known}", page="launch.md#sites")
+        raise ConfigError(f"--site {wanted} is neither a file nor one of {known}", page="site_files.md#site-files")
     # The user's own files come last in the table but are searched first.
     for name in reversed(files):
         ours = os.path.dirname(files[name]) == OWN
@@ -92,7 +92,9 @@ def load(path: str, *, trusted: bool = False) -> Site:
         raise ConfigError(f"site file {path} should contain keys and values")
     problems = [] if trusted else mistakes(content)
     if problems:
-        raise ConfigError("\n".join(f"site file {path}: {problem}" for problem in problems), page="launch.md#sites")
+        raise ConfigError(
+            "\n".join(f"site file {path}: {problem}" for problem in problems), page="site_files.md#site-files"
+        )
     lists = {key: tuple(map(str, value)) for key, value in content.items() if isinstance(value, list)}
     return Site(name=os.path.splitext(os.path.basename(path))[0], **{**content, **lists})
 

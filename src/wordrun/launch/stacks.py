@@ -36,7 +36,7 @@ def main(run: str, records: str) -> int:
                 f"--stacks {run}: no rank has answered in {PATIENCE_S:g} s: the job has ended, or it runs a "
                 "program without wordrun that was not started by launch --hang; after SIGQUIT, its launch shows where "
                 "the ranks are by py-spy (pip install 'wordrun[hang]')",
-                page="jobs.md#a-hang",
+                page="hangs.md#a-hang",
             )
         time.sleep(0.1)
     found = max(folder.glob("*-*.txt"), key=lambda path: path.stat().st_mtime)

@@ -38,7 +38,7 @@ REPORTS_S = 5.0
 # Processes that outlive the command get this long to close their files.
 LEFTOVER_PATIENCE_S = 2.0
 POLL_S = 0.25
-EXIT_STATUS_PAGE = "launch.md#exit-status-and-signals"
+EXIT_STATUS_PAGE = "how_launch_works.md#exit-status-and-signals"
 
 
 class Deadline:
@@ -384,7 +384,7 @@ class Supervisor:
             self.idle = True
             self.output.hush()
             ended = self.ended_before()
-            say(f"no output for {limit:g} seconds (--idle-timeout){f'; {ended}' if ended else ''}", "jobs.md#a-hang")
+            say(f"no output for {limit:g} seconds (--idle-timeout){f'; {ended}' if ended else ''}", "hangs.md#a-hang")
             self.show_stacks()
         else:
             self.deadline.look()

@@ -79,9 +79,7 @@ def check_losses(model: Any) -> None:
     name, losses = type(model).__name__, getattr(type(model), "losses", None)
     wanted = "losses(self, batch), which returns the loss of each example of the batch, (B,)"
     if not isinstance(model, nn.Module) or not callable(losses):
-        raise ConfigError(
-            f"{name} should be an nn.Module with a method {wanted}", page="tasks.md#your-own-model-data-and-metric"
-        )
+        raise ConfigError(f"{name} should be an nn.Module with a method {wanted}", page="tasks.md#your-own-examples")
     try:
         inspect.signature(losses).bind(model, None)
     except TypeError:

@@ -53,7 +53,7 @@ class Evaluation:
             if name not in known:
                 raise ConfigError(
                     f"{option}={name}: evaluations do not report it{nearest(name, known)} ({', '.join(known)})",
-                    page="extend.md#a-metric",
+                    page="extend/metric.md#a-metric",
                 )
 
     def _means(self, batches: int) -> dict[str, float]:

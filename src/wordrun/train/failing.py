@@ -166,7 +166,9 @@ def load_parts(cfg: Config, rank: int, added: Sequence[Hook] = ()) -> dict[str, 
     """
     hooks, errors = dict[str, Hook](), list[UserError]()
     for cls in dict.fromkeys(map(type, added)):
-        errors += [ConfigError(problem, page="extend.md#a-hook") for problem in signatures.class_problems(cls, Hook)]
+        errors += [
+            ConfigError(problem, page="extend/hook.md#a-hook") for problem in signatures.class_problems(cls, Hook)
+        ]
     for part in chosen(cfg):
         if rank and part.kind == "tracker":  # only rank 0 has trackers
             continue

@@ -154,7 +154,7 @@ class LanguageTask(Task):
                 f"that its losses read {' and '.join(f'batch.{each}' for each in undeclared)}, and they would be "
                 f"wrong otherwise: use them in losses and write uses = {(*uses, *undeclared)} in {name}, or choose "
                 "other data",
-                page="extend.md#a-model",
+                page="extend/model.md#a-model",
             )
 
     def _check_vocabulary(self) -> None:

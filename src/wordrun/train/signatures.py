@@ -49,7 +49,7 @@ def check(part: Part) -> None:
     if isinstance(code, type):
         problems += class_problems(code, BASES.get(part.kind))
     if problems:
-        raise ConfigError("\n".join(f"{part}: {problem}" for problem in problems), page=f"extend.md#{_section(part)}")
+        raise ConfigError("\n".join(f"{part}: {problem}" for problem in problems), page=_page(part))
 
 
 def class_problems(cls: type[Any], base: type[Any] | None = None) -> Iterator[str]:
@@ -149,6 +149,7 @@ def _place(defined: Any) -> str:
     return f"{relative(Path(str(file)))}:{line}"
 
 
-def _section(part: Part) -> str:
-    known = {"hooks": "a-hook", "metrics": "a-metric", "optimizer": "an-optimizer", "data": "data"}
-    return known.get(part.kind, f"a-{part.kind}")
+def _page(part: Part) -> str:
+    kind = part.kind.removesuffix("s")
+    section = {"optimizer": "an-optimizer", "data": "data"}.get(kind, f"a-{kind}")
+    return f"extend/{kind}.md#{section}"

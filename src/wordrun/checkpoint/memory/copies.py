@@ -63,7 +63,7 @@ class MemoryCheckpoints(BackgroundSaves):
             self.peers = Peers(self.memory.path, world, secret)
 
         if problem := self.problem_of(start):
-            raise ConfigError(self._refusal(problem), page="checkpoints.md#checkpoints-in-memory")
+            raise ConfigError(self._refusal(problem), page="faults.md#checkpoints-in-memory")
         self.nodes = NodeGroups(self.memory, self.peers.address, world)
         self._number = 0
         self._own = 0
@@ -127,7 +127,7 @@ class MemoryCheckpoints(BackgroundSaves):
 
         if problem := self.problem_of(compare):
             if not resumed or self.train.on_save_error == "stop":
-                raise ConfigError(self._refusal(problem), page="checkpoints.md#checkpoints-in-memory")
+                raise ConfigError(self._refusal(problem), page="faults.md#checkpoints-in-memory")
             text = "%s; training continues without checkpoints in memory, and retries every %d steps"
             LOGGER.warning(text, problem, self.interval, extra=FIRST_RANK)
             self._lacks = True

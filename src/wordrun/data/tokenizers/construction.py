@@ -44,7 +44,7 @@ def _refuse_texts(part: Part, options: str) -> Iterator[str]:
     raise ConfigError(
         f"{part}: build reads texts, but {options} has no built_from: add built_from = 'sample' to it (texts of the "
         "data), or 'characters' (all distinct ones)",
-        page="extend.md#a-tokenizer",
+        page="extend/tokenizer.md#a-tokenizer",
     )
 
 

@@ -279,7 +279,7 @@ class Watch:
         files.replace(path, f"{text}\n\n{report.all_stacks(found)}")
         self.reported = path if hangs else None
         log = LOGGER.error if hangs else LOGGER.warning
-        log("%s. Stacks of all ranks: %s; more: docs/jobs.md#a-hang", text, os.path.relpath(path))
+        log("%s. Stacks of all ranks: %s; more: docs/hangs.md#a-hang", text, os.path.relpath(path))
         stack_requests.withdraw(self.folder, asked["id"])
 
     def _may_put_off(self, seconds: float) -> bool:
