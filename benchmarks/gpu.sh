@@ -20,11 +20,15 @@ python=${PYTHON:-python3}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 
-# wordrun and its conf/ side by side, as pip would install them.
-mkdir -p "$site/packages" "$site/here/wordrun"
+# A virtual environment over the machine's own: a folder of packages alone would lack mpich's libraries and programs.
+"$python" -m venv --system-site-packages --without-pip "$site/venv" || exit
+base=$python python=$site/venv/bin/python
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export PATH="$site/venv/bin:$PATH" PYTHONDONTWRITEBYTECODE=1
+# wordrun and its conf/ side by side, as pip would install them, and the packages of a virtual environment below this one.
+mkdir -p "$site/here/wordrun"
 ln -s "$PWD"/src/wordrun/* "$PWD/conf" "$site/here/wordrun/"
-export PYTHONPATH="$site/here:$site/packages${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/packages/bin:$PATH"
-export PYTHONDONTWRITEBYTECODE=1
+{ echo "$site/here" && "$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } >"$packages/wordrun.pth"
 
 report() { # NAME STATUS SECONDS
     local how="failed with status $2"
@@ -59,7 +63,7 @@ smoke() {
 {
     nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv,noheader
     [ "$wheels" = - ] ||
-        "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site/packages" "$wheels"/*.whl
+        "$base" -m pip --python "$python" install -q --no-index --no-deps --no-compile "$wheels"/*.whl
     "$python" -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)'
     "$python" -c 'import wordrun, wordrun.conf, pytest, xdist; print("imports work:", wordrun.__file__)'
     cc --version | head -n 1
