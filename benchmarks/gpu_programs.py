@@ -295,7 +295,7 @@ def rows(bench: Bench) -> None:
             cfg = wordrun.compose(options)
             flops = meta_model(cfg.transformer, PADDED).flops_per_token() if "modern" in name else 0
             done = train_wordrun(bench, "row", options, steps, interval, limit=60)
-            batch, gas = cfg.transformer.batch_size, cfg.optimizer.gas
+            batch, gas = cfg.transformer.batch_size, cfg.optimizer.gas or 1
             add_trained(bench, "rows", name, batch, gas, [done], flops)
         except Exception as error:  # a row that fails must not stop the next
             bench.add("not run", row=name, why=reason(error))
@@ -351,7 +351,7 @@ def elastic(bench: Bench) -> None:
             lost = fault["last_step"] - fault["resumed_step"]
             bench.add("killed rank", way=way, seconds=fault["seconds"], steps_lost=lost, mib_before=before, after=left)
     log = bench.scratch / "stuck.log"
-    command = [sys.executable, "-m", "wordrun.launch", "-n", "1", "--idle-timeout", "10", sys.executable, "-c", STUCK]
+    command = [sys.executable, "-m", "wordrun.launch", "-n", "1", "--idle-timeout", "20", sys.executable, "-c", STUCK]
     began = time.perf_counter()
     try:
         call(command, log, bench.scratch, limit=50)
