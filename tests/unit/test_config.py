@@ -79,6 +79,7 @@ IMAGES = {
 }
 """The choices for images; the others are for text."""
 NEEDED = {
+    ("model", "hf"): ["model.path=a"],
     ("data", "text"): ["data.path=a.txt"],
     ("data", "shards"): ["data.path=a"],
     ("data", "hf"): ["data.dataset=a"],

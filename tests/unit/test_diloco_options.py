@@ -72,10 +72,14 @@ def test_data_are_divided_as_with_ddp() -> None:
 
 def test_fragments_are_whole_blocks_in_turn() -> None:
     names = ["model.embedding.weight", *(f"model.blocks.{n}.{w}" for n in range(3) for w in "ab"), "model.norm.weight"]
-    first, second = fragments(names, 2)
+
+    def block_of(name: str) -> str:
+        return name.rpartition(".")[0] if name.startswith("blocks.") else ""
+
+    first, second = fragments(names, 2, block_of)
     assert first == ["model.embedding.weight", "model.blocks.1.a", "model.blocks.1.b", "model.norm.weight"]
     assert second == ["model.blocks.0.a", "model.blocks.0.b", "model.blocks.2.a", "model.blocks.2.b"]
-    assert [len(each) for each in fragments(names, 7)] == [1, 2, 2, 2, 1, 0, 0]
+    assert [len(each) for each in fragments(names, 7, block_of)] == [1, 2, 2, 2, 1, 0, 0]
 
 
 def planned(words: list[str], ranks: int) -> tuple[float, float, dict[tuple[str, int], float]]:

@@ -29,7 +29,7 @@ def compile_options(device: torch.device, layout: Layout) -> Options:
 
 def prepare(model: Model, cfg: Config, options: Options = None) -> None:
     """Apply activation checkpointing and torch.compile to ``model``, as set in ``cfg``."""
-    for number, block in enumerate(model.blocks.children()):
+    for number, block in enumerate(model.named_blocks().values()):
         prepare_block(block, number, cfg, options)
     prepare_rest(model, cfg, options)
 
@@ -52,7 +52,7 @@ def compile_model(model: Model, scope: str, options: Options = None) -> None:
     """Compile ``model`` with train.compile_scope=``scope``."""
     compile_rest(model, scope, options)
     if scope == "blocks":
-        for block in model.blocks.children():
+        for block in model.named_blocks().values():
             compile_module(block, options)
 
 

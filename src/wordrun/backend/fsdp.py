@@ -174,19 +174,18 @@ class Splitter:
         inside = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.")}
         outside = {name: style for name, style in plan.items() if not name.startswith("blocks.")}
         options = compile_options(spec.device, spec.layout)
-        for at, (key, block) in enumerate(model.blocks.named_children()):
-            self._fill(model, block, f"blocks.{key}.")
+        for at, (name, block) in enumerate(model.named_blocks().items()):
+            self._fill(model, block, f"{name}.")
             self._split(block, inside)
             if self.experts_mesh is not None:
                 for experts in [module for module in block.modules() if isinstance(module, Experts)]:
                     self._divide(experts, self.experts_mesh)
+            key = name.rpartition(".")[2]
             prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg, options)
             if self.sharded:
                 self._shard(block, self.mesh)
-        for name, child in model.named_children():
-            if child is not model.blocks:
-                self._fill(model, child, f"{name}.")
-        self._fill(model, model, "", recurse=False)
+        for prefix, module in model.outside_blocks():
+            self._fill(model, module, prefix, recurse=False)
         model.tie()
         self._split(model, {name: style for name, style in outside.items() if hasattr(model, name.partition(".")[0])})
         model.tie()  # splitting untied the parameters
@@ -194,7 +193,7 @@ class Splitter:
         if self.sharded:
             # Inputs are left to autocast, which does not cast the targets of a loss.
             self._shard(model, self.mesh, casts=model.computes_losses_in_fp32)
-            self._prefetch([block for block in model.blocks.children() if isinstance(block, FSDPModule)])
+            self._prefetch([block for block in model.named_blocks().values() if isinstance(block, FSDPModule)])
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
         return model
@@ -269,7 +268,7 @@ def check_shared(model: Model) -> None:
     """Raise a ConfigError if modules of ``model`` that are sharded separately share a parameter: it would be untied."""
     seen: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        unit = model.block_of(name)
         other, first = seen.setdefault(id(parameter), (unit, name))
         if unit != other:
             raise ConfigError(

@@ -357,7 +357,7 @@ class TorchBackend:
                 compile_model(part, self.compile_scope, options)
                 continue
             part.compile_loss(on=False)
-            for module in (part, *part.blocks.children()):
+            for module in (part, *part.named_blocks().values()):
                 torch_private.uncompile(module)
 
     def close(self) -> None:

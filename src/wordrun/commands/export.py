@@ -18,6 +18,7 @@ from wordrun.common.validation import above_zero, one_of
 from wordrun.config.arguments import run
 from wordrun.config.registry import refuse_own_model
 from wordrun.config.schema import to_plain
+from wordrun.model.options import TransformerConfig
 from wordrun.train.options import DTYPES
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
     from wordrun.checkpoint.load import Saved
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.model", "vocab.json", "merges.txt"),
+)
+"""The files of a tokenizer in a model's folder."""
 USAGE = """\
 Export a checkpoint to Hugging Face format: model.safetensors, config.json and the tokenizer.
 
@@ -108,6 +114,8 @@ def export(options: ExportConfig) -> Path:
                 write_checkpoint(draft, saved, options.weights)
             elif options.form == "peft":
                 write_adapter(draft, saved, DTYPES[options.dtype], options.weights)
+            elif not isinstance(saved.config.model, TransformerConfig):
+                write_model(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9), options.weights)
             else:
                 write_weights(draft, saved, DTYPES[options.dtype], int(options.shard_gb * 1e9), options.weights)
                 write_config_and_tokenizer(draft, saved, DTYPES[options.dtype])
@@ -119,6 +127,16 @@ def export(options: ExportConfig) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out
+
+
+def write_model(folder: Path, saved: Saved, dtype: str, limit: int, which: str = "model") -> None:
+    """Write a model that has a Hugging Face format of its own, and its tokenizer."""
+    import torch
+
+    from wordrun.backend.mixed_precision import TORCH_DTYPES
+
+    saved.load_model(torch.device("cpu"), TORCH_DTYPES[dtype], which).write_huggingface(folder, limit)
+    write_tokenizer(folder, saved, as_it_was=True)
 
 
 def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str = "model") -> None:
@@ -161,35 +179,67 @@ def write_weights(folder: Path, saved: Saved, dtype: str, limit: int, which: str
 def write_config_and_tokenizer(folder: Path, saved: Saved, dtype: str) -> None:
     """Write config.json and, unless the vocabulary is missing, the tokenizer files."""
     from wordrun.backend.mixed_precision import TORCH_DTYPES
-    from wordrun.data.tokenizers.construction import from_checkpoint
-    from wordrun.data.tokenizers.huggingface import chat_template, tokenizer_json
     from wordrun.model.huggingface import huggingface_config
 
-    cfg, ours = saved.config.transformer, from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
-    facts = huggingface_config(cfg, saved.transformer().vocab_size)
-    tokenizer, end = (None, ours.eot) if ours.missing else tokenizer_json(json.loads(ours.to_json()))
+    facts = huggingface_config(saved.config.transformer, saved.transformer().vocab_size)
+    normalizer, end = write_tokenizer(folder, saved)
     facts |= {"bos_token_id": end, "eos_token_id": end}
     _write_json(folder / "config.json", {**facts, "torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")})
-    if tokenizer is None:
-        print(f"exported without its tokenizer: {ours.missing}", file=sys.stderr)
-        return
-    _write_json(folder / "tokenizer.json", tokenizer)
-    normalizer = tokenizer.get("normalizer") or {}
-    if facts["model_type"] == "qwen2" and normalizer.get("type") != "NFC":  # Qwen's own has it
+    if facts["model_type"] == "qwen2" and normalizer not in ("NFC", None):  # Qwen's own has it
         print(
             "load the tokenizer with transformers.PreTrainedTokenizerFast: for models of this type, AutoTokenizer of "
             "transformers 5 splits text like Qwen's tokenizer, not like this one",
             file=sys.stderr,
         )
+
+
+def write_tokenizer(folder: Path, saved: Saved, *, as_it_was: bool = False) -> tuple[str | None, int | None]:
+    """Write the tokenizer's files, unless its vocabulary is missing.
+
+    Args:
+        folder: where to write them.
+        saved: the checkpoint.
+        as_it_was: copy the files of the folder from which the tokenizer was read, if they are still there.
+
+    Returns:
+        The type of the tokenizer's normalizer, None: it is not written; and the end-of-text token.
+    """
+    from wordrun.data.tokenizers.construction import from_checkpoint
+    from wordrun.data.tokenizers.huggingface import chat_template, tokenizer_json
+
+    ours, cfg = from_checkpoint(saved.tokenizer_json, saved.tokenizer_file), saved.config
+    if ours.missing:
+        print(f"exported without its tokenizer: {ours.missing}", file=sys.stderr)
+        return None, ours.eot
+    tokenizer, end = tokenizer_json(json.loads(ours.to_json()))
+    normalizer = (tokenizer.get("normalizer") or {}).get("type", "")
+    if as_it_was and cfg.data.kind != "pairs" and (source := _folder_of(tokenizer, cfg.tokenizer)):
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        return normalizer, end
+    _write_json(folder / "tokenizer.json", tokenizer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": cfg.block_size,
+        "model_max_length": cfg.text_model.block_size,
         "clean_up_tokenization_spaces": False,  # a space before a comma is part of the text
     }
-    if (data := saved.config.text).kind == "pairs":
+    if (data := cfg.text).kind == "pairs":
         text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
         settings["chat_template"] = chat_template(data.template_parts(), text)
     _write_json(folder / "tokenizer_config.json", settings)
+    return normalizer, end
+
+
+def _folder_of(tokenizer: Mapping[str, Any], options: Any) -> Path | None:
+    """Return the folder with this ``tokenizer`` that its ``options`` name, if it is still there, with its settings."""
+    folder = Path(getattr(options, "path", None) or "")
+    try:
+        json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        same = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) == tokenizer
+    except (OSError, ValueError):
+        return None
+    return folder if same else None
 
 
 def write_adapter(folder: Path, saved: Saved, dtype: str, which: str) -> None:

@@ -111,7 +111,7 @@ def write(options: GenerateConfig) -> None:
     from wordrun.data.tokenizers import construction as tokenizers
     from wordrun.dist import World
     from wordrun.dist.device import choose_device
-    from wordrun.model.generate import fast_predictor, generate
+    from wordrun.model.generate import generate_by
 
     device = choose_device(options.device, World())
     asked = DTYPES[options.dtype]
@@ -135,8 +135,8 @@ def write(options: GenerateConfig) -> None:
     _say(_training(saved))
     block_size = saved.config.text_model.block_size
     sampled = partial(
-        generate,
-        fast_predictor(model, device),
+        generate_by(model, device),
+        stop=model.stops() if tokenizer.kind == "hf" else (),
         length=options.length,
         block_size=block_size,
         temperature=options.temperature,
@@ -163,7 +163,7 @@ def write(options: GenerateConfig) -> None:
     for number, text in enumerate(texts[1:].numpy(), start=2):
         print(_title(number, options))
         print(tokenizer.decode(text[hidden:]), flush=True)
-    count = options.num_samples * options.length
+    count = options.num_samples * (texts.shape[1] - len(begin))
     _say(f"{count} token{'s' * (count != 1)} in {seconds:.1f} s: {count / max(seconds, 1e-9):.1f} tokens/s")
 
 

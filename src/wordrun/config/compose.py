@@ -285,6 +285,9 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     overrides = as_typed(searched(overrides, tree.extra_dir), OmegaConf.create())
     try:
         composed = _compose_once(overrides, tree)
+        if (implied := _implied(composed)) and not any(name_of(override) == "tokenizer" for override in overrides):
+            overrides = [*implied, *overrides]
+            composed = _compose_once(overrides, tree)
     except REFUSALS:  # also of 1e3 for an option of type int | str, if nothing else is wrong
         others = [override for override in overrides if not VALUE.fullmatch(override)]
         if others == overrides or (quoted := as_typed(overrides, _compose_once(others, tree))) == overrides:
@@ -293,6 +296,11 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     # Only the composed tree has the types of the options.
     quoted = as_typed(overrides, composed)
     return composed if quoted == overrides else _compose_once(quoted, tree)
+
+
+def _implied(composed: DictConfig) -> tuple[str, ...]:
+    """Return the overrides that the model in ``composed`` implies, unless a tokenizer is chosen."""
+    return getattr(OmegaConf.get_type(composed, "model"), "implies", ())
 
 
 def _compose_once(overrides: list[str], tree: Tree) -> DictConfig:

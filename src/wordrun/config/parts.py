@@ -6,6 +6,7 @@ register("model", "gpt", "wordrun.model.options:GPTConfig", "wordrun.model.gpt:G
 register("model", "llama", "wordrun.model.options:LlamaConfig", "wordrun.model.llama:Llama")
 register("model", "moe", "wordrun.model.options:MoEConfig", "wordrun.model.moe:MixtureOfExperts")
 register("model", "modern", "wordrun.model.options:ModernConfig", "wordrun.model.modern:Modern")
+register("model", "hf", "wordrun.model.options:HFConfig", "wordrun.model.hf:HFModel")
 register("model", "convnet", "wordrun.model.options:ConvNetConfig", "wordrun.model.images:ConvNet")
 register("model", "resnet", "wordrun.model.options:ResNetConfig", "wordrun.model.images:ResNet")
 

@@ -265,8 +265,9 @@ def part_of(kind: str, options: Any) -> Part:
 
 
 def refuse_own_model(options: Any) -> None:
-    """Raise a ConfigError if ``options`` are of a model from outside wordrun, which transformers does not have."""
-    if (part := part_of("model", options)).origin:
+    """Raise a ConfigError if ``options`` are of a model from outside wordrun that has no Hugging Face format."""
+    part = part_of("model", options)
+    if part.origin and not getattr(part.load(), "has_huggingface_format", False):
         raise ConfigError(
             f"{part} has no Hugging Face format, as only wordrun's own models do: wordrun export form=checkpoint "
             "writes its weights, and train.init_from=FOLDER reads them"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -78,7 +79,8 @@ class Model(nn.Module):
     """
 
     blocks: nn.ModuleDict
-    """The modules that are sharded, recomputed and compiled one by one; a model without them is sharded as a whole."""
+    """The modules that are sharded, recomputed and compiled one by one, unless ``named_blocks`` returns others; a model
+    without them is sharded as a whole."""
     uses: tuple[str, ...] = ("tokens", "targets")
     """Fields of a batch of text that ``losses`` reads. Data that set another field, such as ``scale``, are rejected."""
     averages_buffers = True
@@ -91,6 +93,8 @@ class Model(nn.Module):
     """Whether to turn logits into their gradients chunk by chunk, if the model can; None: if there are many."""
     unpadded_rows: Mapping[str, int] = MappingProxyType({})
     """Rows without padding, by name, of parameters that end in padding: rows of zeros, which checkpoints omit."""
+    has_huggingface_format = False
+    """Whether the model defines ``read_huggingface`` and ``write_huggingface``."""
     _seen: list[Any] | None = None
     """Where ``losses_and_outputs`` collects the results of forward passes; None: nowhere. A hook could not do it: torch
     ignores those that are registered after a module was compiled."""
@@ -187,8 +191,71 @@ class Model(nn.Module):
         """
         tables = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
         found = {name: p for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in tables}
-        names = [name for name in found if name.startswith("blocks.")] if len(self.blocks) else list(found)[1:-1]
+        names = [*filter(self.block_of, found)] if self.named_blocks() else list(found)[1:-1]
         return dict.fromkeys(names, Rows())
+
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """Return the modules that are sharded, recomputed and compiled one by one, by their names in the model.
+
+        By default, they are the children of ``blocks``. A block must not contain another one.
+        """
+        return {f"blocks.{name}": block for name, block in self.blocks.named_children()}
+
+    def block_of(self, name: str) -> str:
+        """Return the name of the block to which the parameter or module ``name`` belongs; empty: to none."""
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        blocks = self.named_blocks()
+        return next((path for path in paths if path in blocks), "")
+
+    def outside_blocks(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules outside of the blocks, by the prefix of their parameters' names; the last is the model.
+
+        They are meant without their submodules, which are in the list themselves, or are blocks.
+        """
+        outside = [(name, module) for name, module in self.named_modules() if not self.block_of(name)]
+        return [(f"{name}." if name else "", module) for name, module in reversed(outside)]
+
+    @classmethod
+    def settle_options(cls, cfg: Any) -> Any:
+        """Return the model's options with what files decide, before a run is built; one rank calls this.
+
+        Checkpoints contain them, so that the model can be built without these files.
+
+        Raises:
+            UserError: a file is missing or unsuitable.
+        """
+        return cfg
+
+    def own_weights(self) -> Mapping[str, Tensor] | None:
+        """Return the weights with which a run without train.init_from starts, by name, each read when it is accessed.
+
+        None: random ones, as for weights whose names are missing. The model is on the meta device.
+        """
+        return None
+
+    def read_huggingface(self, folder: Path) -> Mapping[str, Tensor]:
+        """Return the weights in a folder of Hugging Face's format by this model's names, as ``own_weights`` does.
+
+        Raises:
+            UserError: the folder has weights of another model.
+        """
+        raise NotImplementedError
+
+    def write_huggingface(self, folder: Path, limit: int) -> None:
+        """Write the model, on the CPU, to ``folder`` in Hugging Face's format, in files of at most ``limit`` bytes."""
+        raise NotImplementedError
+
+    def stops(self) -> Sequence[int]:
+        """Return the tokens that end a text, if it is in the tokenizer that the model came with."""
+        return ()
+
+    def continued(self, prompt: Tensor, length: int, **sampling: Any) -> Tensor | None:
+        """Return ``prompt`` (B, T) followed by at most ``length`` generated tokens; None: by wordrun's own sampler.
+
+        ``sampling`` are the options of ``wordrun.model.generate.generate``.
+        """
+        return None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers."""

@@ -74,6 +74,12 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
     return model
 
 
+def settled_options(cfg: ModelConfig) -> Any:
+    """Return ``cfg`` as its model completes it from files, see ``Model.settle_options``."""
+    settle = getattr(part_of("model", cfg).load(), "settle_options", None)
+    return cfg if settle is None else settle(cfg)
+
+
 def _to_meta(model: nn.Module) -> None:
     """Replace tensors that the constructor has put on another device, such as buffers made from NumPy arrays."""
     replaced: dict[Tensor, Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ log = logging.getLogger(__name__)
 def why_silent(model: Model, vocab_size: int, block_size: int) -> str:
     """Return why ``model``, on the meta device, cannot generate text; empty: it can.
 
-    A plain module can if its forward pass maps tokens (B, T) to logits (B, T, V).
+    A plain module can if its forward pass maps tokens (B, T) to logits (B, T, V), or if it defines ``continued``.
     """
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer) or type(model).continued is not Model.continued:
         return ""
     wanted = f"{type(model).__name__}.forward(tokens) does not return logits (B, T, V) for tokens (B, T)"
     try:
@@ -49,6 +50,17 @@ def fast_predictor(model: Model, device: torch.device) -> Callable[[Tensor], Ten
         return Graphed(model)
     predict = predictor(model)
     return lambda tokens: predict(tokens.to(device))
+
+
+def generate_by(model: Model, device: torch.device) -> Callable[..., Tensor]:
+    """Return ``generate`` with ``model`` on ``device`` in place of its first argument, or what the model has for it."""
+    predict = fast_predictor(model, device)
+
+    def run(prompt: Tensor, length: int, **sampling: Any) -> Tensor:
+        found = model.continued(prompt, length, **sampling)
+        return generate(predict, prompt, length, **sampling) if found is None else found
+
+    return run
 
 
 class Cached:

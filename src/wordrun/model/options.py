@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from wordrun.common.section import EXAMPLES, TEXT, Section
 from wordrun.common.validation import above_zero, fractions, not_negative, one_of, part_of_path, positive
@@ -20,6 +20,8 @@ class ModelConfig(Section):
     divides: ClassVar[tuple[str, ...]] = ()
     """How the model can be divided besides by examples: cp (its sequences), tp (its matrices), pp (its layers), ep (its
     experts)."""
+    implies: ClassVar[tuple[str, ...]] = ()
+    """Overrides that choose the tokenizer that comes with the model, instead of the data's default."""
 
     name: str = "model"
     """Name of the preset; part of the run directory."""
@@ -64,6 +66,34 @@ class TextModelConfig(ModelConfig):
 
     def problems(self) -> Iterable[str]:
         return [*super().problems(), *positive("model", self, "block_size")]
+
+
+@dataclass
+class HFConfig(TextModelConfig):
+    """A causal language model of the transformers library, as it is."""
+
+    implies: ClassVar[tuple[str, ...]] = ("tokenizer=hf", "tokenizer.path=${model.path}")
+
+    name: str = "hf"
+    """Name of the preset; part of the run directory."""
+    path: str | None = None
+    """The model's folder, with config.json and weights, or its name on Hugging Face's hub."""
+    pretrained: bool = True
+    """Start with the folder's weights, if it has any; false: with random ones, as its config.json describes."""
+    dropout: float = 0.0
+    """Probability of the model's dropouts, instead of those in config.json."""
+    trust_remote_code: bool = False
+    """Run the Python code that the folder brings (auto_map in config.json)."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Entries that replace those of config.json, as in +model.config.num_hidden_layers=4; a run records all of them."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """Entries that replace those of generation_config.json, such as the tokens that end a text."""
+
+    def problems(self) -> Iterable[str]:
+        yield from super().problems()
+        yield from fractions("model", self, "dropout")
+        if not self.path:
+            yield "model=hf needs model.path=FOLDER, a folder with config.json, or a name on Hugging Face's hub"
 
 
 @dataclass

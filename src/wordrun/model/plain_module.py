@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from wordrun.common.errors import ConfigError
 from wordrun.model.base import Model
 
-SHARED = {"losses", "metrics", "uses", "tensor_parallel_plan", "blocks"}
+SHARED = {
+    *("losses", "metrics", "uses", "tensor_parallel_plan", "blocks", "named_blocks", "settle_options"),
+    *("own_weights", "read_huggingface", "write_huggingface", "continued", "stops"),
+    "has_huggingface_format",
+}
 """Attributes of ``Model`` that a plain module may define, with the same meaning."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """A plain module's ``blocks`` are sharded, recomputed and compiled one by one if they are one of these."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import starmap
@@ -88,10 +88,15 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """The name of a model on Hugging Face's hub."""
 
 
-def fetch(source: str) -> Path:
+def fetch(source: str, key: str = "hf:", more: Sequence[str] = ("config.json",)) -> Path:
     """Return the folder ``source``, or download the model of this name from Hugging Face's hub.
 
     In a job, one rank calls this and broadcasts the result.
+
+    Args:
+        source: a folder, or a name.
+        key: what precedes it in the option that has it, for messages.
+        more: patterns of the files to download besides the weights.
 
     Raises:
         UserError: ``source`` is not a folder, and the download failed.
@@ -101,25 +106,26 @@ def fetch(source: str) -> Path:
         return path.parent if path.is_file() else path
     if not HUB_NAME.fullmatch(source):
         raise UserError(
-            f"hf:{source} is not a folder: name one with config.json and {FORMATS[0]}, or a model on the hub"
+            f"{key}{source} is not a folder: name one with config.json and {FORMATS[0]}, or a model on the hub"
         )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
-            f"hf:{source} is not a folder, and downloading it from Hugging Face's hub needs: pip install 'wordrun[hf]'"
+            f"{key}{source} is not a folder, and downloading it from Hugging Face's hub needs: "
+            "pip install 'wordrun[hf]'"
         ) from None
     try:
         for name in FORMATS:
             stem, suffix = os.path.splitext(name)
-            patterns = ["config.json", f"{stem}*{suffix}", f"{name}{INDEX}"]
+            patterns = [*more, f"{stem}*{suffix}", f"{name}{INDEX}"]
             folder = Path(snapshot_download(source, allow_patterns=patterns))
             if any(folder.glob(f"{stem}*{suffix}")):
                 break
     except Exception as error:  # from the network, the hub or its cache
         raise UserError(
-            f"hf:{source} is not a folder, and cannot be downloaded from Hugging Face's hub ({first_line(error)}). "
-            f"On a machine with a network (a login node): hf download {source} --local-dir DIR; then use hf:DIR"
+            f"{key}{source} is not a folder, and cannot be downloaded from Hugging Face's hub ({first_line(error)}). "
+            f"On a machine with a network (a login node): hf download {source} --local-dir DIR; then use {key}DIR"
         ) from None
     return folder
 
@@ -471,6 +477,11 @@ def open_files(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, torch.Size
         except Exception as error:  # safetensors, pickle and zip have their own error types
             raise UserError(f"{path} is damaged, or is not a weights file: {unpickling_problem(error)}") from None
     return LazyWeights(readers), shapes
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether ``folder`` has weights, or an index of them."""
+    return any((folder / f"{name}{suffix}").exists() for name in FORMATS for suffix in ("", INDEX))
 
 
 def _paths(folder: Path) -> list[Path]:

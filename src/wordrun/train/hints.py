@@ -139,6 +139,8 @@ def has_huggingface_format(cfg: ModelConfig) -> bool:
     """Return whether a model that was trained with ``cfg`` can be exported in Hugging Face format."""
     from wordrun.model.huggingface import architecture
 
+    if getattr(part_of("model", cfg).load(), "has_huggingface_format", False):
+        return True
     if not isinstance(cfg, TransformerConfig) or part_of("model", cfg).origin:
         return False
     try:

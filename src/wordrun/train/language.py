@@ -110,6 +110,8 @@ class LanguageTask(Task):
         vocab_size = cfg.tokenizer.known_vocab_size
         if source.startswith("hf:"):
             refuse_own_model(cfg.model)
+            if not isinstance(cfg.model, TransformerConfig):  # checked with the model
+                return
             folder = pretrained.fetch(source.removeprefix("hf:"))
             pretrained.open_weights(folder, lora.without(cfg.transformer), vocab_size)
             return
@@ -176,7 +178,7 @@ class LanguageTask(Task):
         cfg, folder = self.cfg, None
         source = lora.base_source(cfg, stored)
         if source is None:
-            return None
+            return self.meta_model.own_weights()
         if source.startswith("hf:"):
             weights = self._weights_from_hf(source, world)
         else:
@@ -195,6 +197,8 @@ class LanguageTask(Task):
     def _weights_from_hf(self, source: str, world: dist.World) -> Mapping[str, torch.Tensor]:
         refuse_own_model(self.cfg.model)
         folder = dist.broadcast(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+        if not isinstance(self.meta_model, Transformer):
+            return self.meta_model.read_huggingface(folder)
         return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)
 
     def loader(self, gas: int, device: torch.device) -> Loader:

@@ -30,7 +30,7 @@ from wordrun.train.hooks.base import CheckpointHook, Training
 from wordrun.train.run import Elsewhere, Start, recorded
 
 FREE = {
-    "model": {"name", "batch_size"},
+    "model": {"name", "batch_size", "path", "pretrained", "trust_remote_code"},
     "data": {"path", "url", "offline", "strict", "prepared", "workers", "stage", "prefetch"},
     "tokenizer": {"path", "train_mb"},
     "optimizer": {"gas", "decay_lr"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wordrun import dist
 from wordrun.backend.mixed_precision import settled_dtype
 from wordrun.common.errors import ConfigError
 from wordrun.common.section import frozen
@@ -17,6 +18,7 @@ from wordrun.config.schema import Config
 from wordrun.dist import World
 from wordrun.dist.hang import watch
 from wordrun.dist.mesh import Layout
+from wordrun.model.construction import settled_options
 from wordrun.train import resume
 from wordrun.train.hooks.base import CheckpointHook
 from wordrun.train.memory import MemoryPlan
@@ -41,11 +43,21 @@ class Settled:
     memory: MemoryPlan
 
 
+def with_settled_model(cfg: Config, world: World) -> Config:
+    """Return ``cfg`` with the model's options as files complete them, and a tokenizer in the model's folder found."""
+    model = dist.broadcast(settled_options(cfg.model) if world.rank == 0 else None, world)
+    tokenizer: Any = cfg.tokenizer
+    if (name := getattr(cfg.model, "path", None)) and getattr(tokenizer, "path", None) == name:
+        tokenizer = replace(tokenizer, path=model.path)
+    return replace(cfg, model=model, tokenizer=tokenizer)
+
+
 def settle(cfg: Config, world: World, keepers: Sequence[CheckpointHook] = ()) -> Settled:
     """Return the run that ``cfg`` asks for on these ranks; every rank must call this.
 
     These options may differ from those in ``cfg``:
 
+    - ``model``, if files complete its options;
     - ``data`` and ``run_dir``, if data.offline=sample has replaced the text;
     - ``train.device`` and ``train.dtype``, which name a device and the dtype in which it computes. With
       train.dtype=auto, a resumed run keeps that of its checkpoint;
@@ -61,6 +73,7 @@ def settle(cfg: Config, world: World, keepers: Sequence[CheckpointHook] = ()) ->
     """
     task = task_of(cfg)
     with watch.phase("preparing data", math.inf):  # may take hours; the other ranks watch its progress
+        cfg = with_settled_model(cfg, world)
         resume.check_source(cfg, world, task.check_source)
         cfg, banner = task.settle(cfg, world)
     for hook in keepers:

@@ -109,7 +109,7 @@ class Task:
     def initial_weights(
         self, world: dist.World, stored: Mapping[str, Any] = MappingProxyType({})
     ) -> Mapping[str, torch.Tensor] | None:
-        """Return the weights that train.init_from names, each read on access; None: initialize randomly.
+        """Return the weights that train.init_from names, or the model's own, each read on access; None: random ones.
 
         Args:
             world: the ranks, all of which must call this.
@@ -120,7 +120,7 @@ class Task:
             ConfigError: they belong to a different model.
         """
         source = self.cfg.train.init_from
-        return None if source is None else self.weights_in(source, world)[1]
+        return self.meta_model.own_weights() if source is None else self.weights_in(source, world)[1]
 
     def weights_in(self, source: str, world: dist.World) -> tuple[Path, Mapping[str, torch.Tensor]]:
         """Return the checkpoint to which ``source``, a path, leads, and its weights, as ``initial_weights`` does."""

@@ -75,26 +75,28 @@ class DeepSpeedBackend:
 
     def _shard(self, model: Model, shard: Any, settings: dict[str, Any]) -> None:
         """Initialize the parameters and shard them across the ranks, one module at a time."""
-        children = [(f"{name}.", child) for name, child in model.named_children() if child is not model.blocks]
-        blocks = [(f"blocks.{number}.", block) for number, block in model.blocks.named_children()]
+        blocks = [(f"{name}.", block, True) for name, block in model.named_blocks().items()]
+        outside = [(prefix, module, False) for prefix, module in model.outside_blocks() if prefix]
         untied = {name for name, _ in model.named_parameters()}
-        for prefix, module in [*blocks, *children]:
-            names = {name for name, _ in module.named_parameters(prefix.rstrip("."))}
+        for prefix, module, complete in [*blocks, *outside]:
+            names = {name for name, _ in module.named_parameters(prefix.rstrip("."), recurse=complete)}
             if names and not names & untied:
                 continue
-            module.to_empty(device=self.device)
-            model.initialize(self.spec.cfg.train.seed, module, prefix)
-            self._fill(module, prefix)
-            shard(module=module.to(self.dtype), config_dict_or_path=settings)
+            module.to_empty(device=self.device, recurse=complete)
+            model.initialize(self.spec.cfg.train.seed, module, prefix, recurse=complete)
+            self._fill(module, prefix, recurse=complete)
+            module.to(self.dtype)
+            if names:
+                shard(module=module, config_dict_or_path=settings)
         model.to_empty(device=self.device, recurse=False)
         model.initialize(self.spec.cfg.train.seed, recurse=False)
         model.tie()
 
     @torch.no_grad()
-    def _fill(self, module: nn.Module, prefix: str) -> None:
+    def _fill(self, module: nn.Module, prefix: str, *, recurse: bool = True) -> None:
         """Copy the spec's initial weights, if any, into ``module``."""
-        weights = self.spec.weights or {}
-        for name, tensor in [*module.named_parameters(prefix.rstrip(".")), *module.named_buffers(prefix.rstrip("."))]:
+        weights, at = self.spec.weights or {}, prefix.rstrip(".")
+        for name, tensor in [*module.named_parameters(at, recurse), *module.named_buffers(at, recurse)]:
             if name in weights:
                 tensor.copy_(weights[name])
 

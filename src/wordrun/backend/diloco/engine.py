@@ -8,7 +8,7 @@ of the weights are exchanged at different steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ class Islands(TorchBackend):
         """Learning rate of the outer step, by weight; for buffers 1, so that they are averaged."""
         kept = trained if options.outer_momentum else []
         self.momentum = {name: torch.zeros_like(self.outer[name]) for name in kept}
-        self.fragments = fragments(self.outer, options.fragments)
+        self.fragments = fragments(self.outer, options.fragments, self.parts[0].block_of)
         self.stale: set[int] = set()
         """The fragments whose weights may differ between the islands."""
         LOGGER.info(
@@ -217,13 +217,13 @@ class Islands(TorchBackend):
         return mine
 
 
-def fragments(names: Iterable[str], count: int) -> list[list[str]]:
+def fragments(names: Iterable[str], count: int, block_of: Callable[[str], str]) -> list[list[str]]:
     """Deal blocks, and other modules, to ``count`` fragments in turn; return the names in each."""
     found: list[list[str]] = [[] for _ in range(count)]
     numbers: dict[str, int] = {}
     for name in names:
-        path = name.removeprefix("model.").split(".")
-        unit = ".".join(path[:2]) if path[0] == "blocks" else path[0]
+        path = name.removeprefix("model.")
+        unit = block_of(path) or path.partition(".")[0]
         found[numbers.setdefault(unit, len(numbers)) % count].append(name)
     return found
 

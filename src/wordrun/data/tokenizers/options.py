@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from wordrun.common.errors import nearest
 from wordrun.common.section import Section
@@ -124,7 +125,6 @@ class HFTokenizerConfig(TokenizerConfig):
     path: str | None = None
     """Folder of the model, which contains tokenizer.json."""
 
-    def problems(self) -> Iterable[str]:
-        yield from super().problems()
-        if not self.path:
+    def conflicts(self, cfg: Any) -> Iterable[str]:
+        if not self.path and not hasattr(cfg.model, "path"):  # else it is missing there
             yield "tokenizer=hf needs tokenizer.path=FOLDER, with the model's tokenizer.json"

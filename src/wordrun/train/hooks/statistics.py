@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from wordrun.backend.sharded_tensors import local
 from wordrun.dist import torch_private
 from wordrun.dist.collectives import gather_json
+from wordrun.model.base import Model
 from wordrun.train.hooks.base import Hook, Training, due, native
 from wordrun.train.hooks.options import StatisticsConfig
 
@@ -57,8 +58,8 @@ class Statistics(Hook):
         self._passes = {}
         if self.options.activations:
             for part in trainer.backend.parts:
-                for key, block in part.blocks.named_children():
-                    row = self._layers[f"blocks.{key}"]
+                for name, block in part.named_blocks().items():
+                    row = self._layers[name]
                     self._handles.append(block.register_forward_hook(self._measure_activations(row)))
 
     def after_step(self, trainer: Training) -> None:
@@ -75,7 +76,7 @@ class Statistics(Hook):
 
     def _mine(self, trainer: Training) -> Iterable[str]:
         """Return the layers of this rank's part of the model."""
-        return (f"blocks.{key}" for part in trainer.backend.parts for key, _ in part.blocks.named_children())
+        return (name for part in trainer.backend.parts for name in part.named_blocks())
 
     def _measure_activations(self, row: int) -> Any:
         def measure(module: Any, inputs: Any, output: Any) -> None:
@@ -117,7 +118,8 @@ class GradientStatistics(Statistics):
     """Measures gradients, too; a metric of block 3 is named ``grad_norm/blocks.3``."""
 
     def _mine(self, trainer: Training) -> Iterable[str]:
-        return (_layer(name) for name, _ in native(trainer, "statistics").named_parameters(once=True))
+        backend = native(trainer, "statistics")
+        return (_layer(name, backend.parts) for name, _ in backend.named_parameters(once=True))
 
     @torch.no_grad()
     def on_gradients(self, trainer: Training) -> None:
@@ -125,11 +127,12 @@ class GradientStatistics(Statistics):
         if not due(trainer.step + 1, self.options.interval):
             return
         at = trainer.layout.of_parameters
-        for name, parameter in native(trainer, "statistics").named_parameters(once=True):
+        backend = native(trainer, "statistics")
+        for name, parameter in backend.named_parameters(once=True):
             gradient = parameter.grad
             if gradient is None or not local(gradient).numel():
                 continue
-            row, copies = self._layers[_layer(name)], at.replicate * at.shard * at.tp
+            row, copies = self._layers[_layer(name, backend.parts)], at.replicate * at.shard * at.tp
             if torch_private.is_sharded(gradient):
                 mesh = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies //= math.prod(size for size, placement in mesh if not placement.is_replicate())
@@ -139,10 +142,9 @@ class GradientStatistics(Statistics):
             self._largest[row, 0] = torch.maximum(self._largest[row, 0], largest)
 
 
-def _layer(name: str) -> str:
-    """Return the layer of a parameter: its block, or the module outside of the blocks."""
-    first, _, rest = name.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+def _layer(name: str, parts: Sequence[Model]) -> str:
+    """Return the layer of a parameter of ``parts``: its block, or the module outside of the blocks."""
+    return next(filter(None, (part.block_of(name) for part in parts)), name.partition(".")[0])
 
 
 def _measured(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
