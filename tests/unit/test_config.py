@@ -260,7 +260,7 @@ def test_presets_have_the_published_size(name: str, count: int) -> None:
     assert parameters(name) == count
 
 
-@pytest.mark.parametrize("name", sorted({*FILES["model"]} - {*IMAGES["model"]}))
+@pytest.mark.parametrize("name", sorted({*FILES["model"]} - {*IMAGES["model"], "hf"}))
 def test_every_preset_can_be_made_with_the_tokenizer_of_characters(name: str) -> None:
     cfg = compose([f"model={name}", "data=sample"]).model
     assert cfg == preset(name)

@@ -205,14 +205,11 @@ class HFModel(PlainModel):
 
     def write_huggingface(self, folder: Path, limit: int) -> None:
         """Write the model with the library's ``save_pretrained``; see ``Model``."""
-        for key, value in self.cfg.config.items():
-            if _is_dropout(key):
-                setattr(self.net.config, key, value)
-        self.net.config.dtype = next(self.net.parameters()).dtype
-        self.net.config.use_cache = True
-        if self.cfg.generation:
-            self.net.generation_config = _library().GenerationConfig(**self.cfg.generation)
+        facts = {key: value for key, value in self.cfg.config.items() if _is_dropout(key)}
+        self.net.config.update({**facts, "dtype": next(self.net.parameters()).dtype})
         self.net.save_pretrained(folder, max_shard_size=limit)
+        if self.cfg.generation:
+            _library().GenerationConfig(**self.cfg.generation).save_pretrained(folder)
 
     def continued(self, prompt: Tensor, length: int, **sampling: Any) -> Tensor | None:
         """Return what the library's ``generate`` makes of ``prompt``; see ``Model``."""
