@@ -12,9 +12,9 @@ HEAD = """\
 # Status: what has run where
 
 A date links to the evidence: a test, or a file of results. **An empty cell has not run.** Dates of tests are those of
-the last complete `bin/test`. "One GPU" is an NVIDIA H100. "Real scheduler" is SLURM or OpenPBS with several nodes
-simulated on one machine. "Real site" is a cluster with its own network and file system: none so far, so please tell us
-how it went on yours.
+the last complete `bin/test`. "One GPU" is an NVIDIA H100 or H200. "Real scheduler" is SLURM or OpenPBS with several
+nodes simulated on one machine. "Real site" is a cluster with its own network and file system: none so far, so please
+tell us how it went on yours.
 
 Losses "of one process" are equal to 1e-5 (relative) in fp32 on CPUs over gloo, with `train.global_batch_size` fixed and
 without dropout; in bf16 they differ by about 1e-4. They have not been compared across two GPUs.
