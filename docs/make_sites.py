@@ -21,13 +21,28 @@ PAGES = Path(__file__).with_name("sites")
 QUEUES = {
     "baskerville": "QOS",
     "sophia": "by-node",
-    "perlmutter": "regular",
+    "perlmutter": "debug",
     "engaging": "mit_normal_gpu",
     "juwels_booster": "develbooster",
 }
 """The queue of the page's first job, where it is not the first that the site's file names."""
 INTERACTIVE = {"perlmutter": "interactive"}
 """The queue of interactive jobs, where it is another."""
+TORCH = {
+    "aurora": "frameworks/2025.3.1 has torch 2.10 for XPU, with the backend xccl",
+    "frontier": "no module has torch, so the lines above install it for ROCm before wordrun",
+    "perlmutter": "the module has torch 2.8",
+    "polaris": "conda/2025-09-25 has torch 2.8 for CUDA 12.9",
+}
+"""Which torch the site's documentation names, where it does."""
+FIRST = {
+    "frontier": (
+        "python3 -m venv .venv-frontier && . .venv-frontier/bin/activate",
+        "pip install torch==2.10.0 --index-url https://download.pytorch.org/whl/rocm7.1  # before wordrun",
+        "pip install --no-binary=mpi4py --no-cache-dir -e .",
+    )
+}
+"""What to type after the modules, where these have no torch and PyPI's is for other devices."""
 BUILD_IN_A_JOB = ("crux", "sophia")
 """Sites that ask their users to build software on compute nodes."""
 BEGIN, END = "<!-- From the site's file, by docs/make_sites.py: {} -->", "<!-- end -->"
@@ -77,31 +92,30 @@ def commands(site: Site) -> str:
             *proxies,
             *lines,
         ]
+    lines += [*site.modules, *FIRST[site.name]] if site.name in FIRST else []
     loads = " and ".join(f"`{line}`" for line in site.modules) or "no module command"
     installed = f"runs {loads}, and creates `.venv-{site.name}`"
+    if site.name in FIRST:
+        installed = "uses the active environment, and checks it"
+    torch = TORCH.get(site.name, "`wordrun --version` prints the version and what it is built for")
     check = first_job(site, "python", "-m", "wordrun.test_dist")
     train = first_job(site, "python", "-m", "wordrun", "data=sample", "train=smoke", "train.backend=FSDP")
     shown = "\n".join([*lines, "source bin/setup.sh && setup_python && setup_job", "wordrun --version"])
-    checks, training = (
-        "\n".join(
-            shlex.join([*words[:2], "--dry-run", *words[2:]] if dry else words).replace(" -- ", " \\\n  -- ")
-            for words, dry in jobs
-        )
-        for jobs in (((check, True), (check, False)), ((train, False),))
+    says = ("the job script, printed", "the same job: ranks and collectives", "a short training run")
+    dry, checks, training = (
+        f"# {what}\n" + shlex.join([*words[:2], *extra, *words[2:]]).replace(" -- ", " \\\n  -- ")
+        for what, words, extra in zip(says, (check, check, train), (["--dry-run"], [], []), strict=True)
     )
     shell = f"\nA shell on a node, in an interactive job:\n\n```console\n{interactive(site)}\n```\n"
     if interactive(site) in lines:  # shown above
         shell = ""
     queue = check[check.index("--queue") + 1] if "--queue" in check else ""
+    between = ""
     if site.queue(queue).get("jobs") == 1:
-        third = f"When that job has ended (`{queue}` takes one job of a user at a time), submit a short training run:"
-        then, between = "", f"```\n\n{third}\n\n```console\n"
-    else:
-        then, between = ", and the third a short training run", ""
+        between = f"```\n\nWhen that job has ended (`{queue}` takes one job per user at a time):\n\n```console\n"
     return (
-        f"```console\n{shown}\n```\n\n`setup_python` {installed}.\n\nOf the next lines, the first prints a job script; "
-        f"the second submits a check of the ranks and their\ncollectives{then}:\n\n"
-        f"```console\n{checks}\n{between}{training}\n```\n{shell}"
+        f"```console\n{shown}\n```\n\n`setup_python` {installed}. torch: {torch}.\n\n"
+        f"```console\n{dry}\n{checks}\n{between}{training}\n```\n{shell}"
     )
 
 
@@ -186,7 +200,7 @@ def limits(site: Site, name: str) -> str:
     elif hours:
         words.append(f"{hours} h")
     if "jobs" in queue:
-        words.append(f"{queue['jobs']} job{'s' * (queue['jobs'] > 1)} of a user, waiting and running")
+        words.append(f"{queue['jobs']} job{'s' * (queue['jobs'] > 1)} per user, queued or running")
     words += ["the default"] if name == site.default_queue else []
     words += ["preempted jobs run again"] if queue.get("rerunnable") else []
     words += ["devices are requested one by one"] if queue.get("device_per_rank") else []

@@ -8,7 +8,7 @@ def average(model):
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 
