@@ -31,6 +31,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,8 @@ from typing import Any, get_args, get_origin
 import yaml
 
 import forked
-from fuzz_runs import RANDOM_STATES, Job, RejectedError, RunError, compared, counted, planned, run_on, stored_bytes
+import fuzz_runs
+from fuzz_runs import Job, RejectedError, RunError, run_on
 from wordrun.common.errors import ConfigError
 from wordrun.common.section import field_types, value_text
 from wordrun.config.compose import compose
@@ -100,10 +102,11 @@ model.ngram_rows: [[31], [31, 15]]
 model.value_layers: [[], [0], [1], [0, -1]]
 model.window: [3, 5]
 model.channels: [3, 4]
+model.norm: [sync]
 model.mup_base_width: [8, 16]
 model.rope_local_theta: [100.0]
 tokenizer.vocab_size: [270, 300]
-data.template: ["{prompt}{answer}\\n", "Q {prompt} A {answer}"]
+data.template: ["Q {prompt} A {answer}", "{prompt} {answer}."]
 train.batch_ramp: [["2:4"], ["1:4", "3:8"]]
 train.compile: [true, false, false, false]
 train.dtype: [fp32, fp32, fp32, bf16]
@@ -321,7 +324,8 @@ def examined(case: Case, folder: Path, limit: float = 240) -> list[str]:
         raise RejectedError(f"alone: {error}") from None
     except RunError as error:
         return [f"one process: {error}"]
-    jobs = [Job("many", config(ours, "many"), exports=case.probe == "export")]
+    exports = case.probe == "export" and "model.lora_rank" not in ours  # whose adapters are merged
+    jobs = [Job("many", config(ours, "many"), exports=exports)]
     if case.probe == "quiet":
         jobs.append(Job("quiet", config(ours | {"train.eval_interval": 0}, "quiet")))
     try:
@@ -333,27 +337,25 @@ def examined(case: Case, folder: Path, limit: float = 240) -> list[str]:
         return [str(error)]
     many, cfg = found["many"], config(ours)
     kinds = {"sgd": cfg.optimizer.name == "sgd", "bf16": cfg.train.dtype == "bf16"}
-    distances = compared(one, many, **kinds)
+    distances = fuzz_runs.compared(one, many, **kinds)
     if "again" in found:
         rest = {"start": {}, "gradients": {}, "plain": {}}
         pair = [
             run | rest | {"lines": [x for x in run["lines"] if x["step"] > case.step]} for run in (one, found["again"])
         ]
-        distances |= {f"again: {what}": distance for what, distance in compared(*pair, **kinds).items()}
+        distances |= {f"again: {what}": distance for what, distance in fuzz_runs.compared(*pair, **kinds).items()}
     wrong = {what for what, distance in distances.items() if not distance <= 1}
     for seed in (1, 2) if wrong else ():
         noisy = run_on(1, [Job(f"noisy{seed}", config(alone, f"noisy{seed}"), noise=seed)], folder, limit)
-        rounding = compared(one, noisy[f"noisy{seed}"], **kinds)
+        rounding = fuzz_runs.compared(one, noisy[f"noisy{seed}"], **kinds)
         wrong = {w for w in wrong if not distances[w] <= max(1, 10 * rounding.get(w.removeprefix("again: "), 0))}
     said = [f"{what}: {distances[what]:.3g} times the tolerance" for what in distances if what in wrong]
-    said += [*counted(one, many), *planned(cfg, case.ranks, many)]
+    said += [*fuzz_runs.counted(one, many), *fuzz_runs.planned(cfg, case.ranks, many)]
     if "quiet" in found:
-        losses, quiet = ([x["loss"] for x in found[run]["lines"] if "loss" in x] for run in ("many", "quiet"))
-        same = all(value.equal(found["quiet"]["weights"][name]) for name, value in many["weights"].items())
-        said += [] if losses == quiet and same else ["evaluation: it changes the run"]
+        said += fuzz_runs.changed(found["quiet"], many)
     if saving and cfg.backend.keeps_parameters:
-        sizes = [stored_bytes(folder / run / "checkpoints" / f"step-{STEPS:08d}") for run in ("many", "one")]
-        if sizes[0] > sizes[1] + RANDOM_STATES * case.ranks:
+        sizes = [fuzz_runs.stored_bytes(folder / run / "checkpoints" / f"step-{STEPS:08d}") for run in ("many", "one")]
+        if sizes[0] > sizes[1] + fuzz_runs.RANDOM_STATES * case.ranks:
             said.append(f"bytes: the checkpoint has {sizes[0]} bytes of tensors, and that of one process {sizes[1]}")
     return said
 
@@ -389,6 +391,9 @@ def shrunken(case: Case, folder: Path, kind: str, tries: int = 60) -> Case:
     return case
 
 
+_composing = threading.Lock()  # Hydra has one state for all threads
+
+
 def command(ranks: int, words: Words) -> str:
     """Return the command for a person; it also names options of which presets have other values than their classes."""
     groups = {**SIMPLEST, "tracker": "jsonl"} | {key: value for key, value in words.items() if "." not in key}
@@ -397,13 +402,16 @@ def command(ranks: int, words: Words) -> str:
         f"{prefix}.{f.name}": getattr(o, f.name) for prefix, o in sections(config(words)).items() for f in fields(o)
     }
     said = groups | {key: value for key, value in {**BASE, **words}.items() if key in ours}
-    composed = sections(compose([f"{key}={_text(value)}" for key, value in said.items()], checked=False))
+    with _composing:
+        composed = sections(compose([f"{key}={_text(value)}" for key, value in said.items()], checked=False))
     theirs = {f"{prefix}.{f.name}": getattr(o, f.name) for prefix, o in composed.items() for f in fields(o)}
     said |= {key: value for key, value in ours.items() if theirs[key] != value and not key.endswith(".name")}
     return f"launch -n {ranks} python -m wordrun {shlex.join(f'{key}={_text(value)}' for key, value in said.items())}"
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, str) and "{" in value:
+        return json.dumps(value)
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}: {_text(each)}' for key, each in value.items())}}}"
     return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else value_text(value)
@@ -457,7 +465,7 @@ def fuzz(seed: int, numbers: Sequence[int], home: Path, jobs: int = 2, *, shrink
         except RejectedError as error:
             reason = str(error).removeprefix("alone: ").strip()
             wrong = [] if reason and "Traceback" not in reason else [f"rejected: without a reason: {reason}"]
-            rejected[re.sub(r"\d+", "N", str(error).partition("\n")[0])] += 1
+            rejected[re.sub(r"\d+", "N", " ".join(str(error).split("\n")[:2]))] += 1
         done += 1
         if not wrong:
             shutil.rmtree(folder)

@@ -25,8 +25,11 @@ TOLERANCES = {
     r"lr|flops": 1e-9,
     r".*(accuracy|top\d|load).*": 0.05,
 }
-# Metrics of the time and the memory; a spike's score divides small differences of losses by each other.
-NOT_COMPARED = re.compile(r"(dt|sps|tps|slowest|memory|time)(_.*)?|dt[fb]|spike.*|step")
+# Metrics of time and memory; coordinates, which are those of rank 0's first validation batch; the score of a spike, a
+# ratio of small differences of losses; and the perplexity, an exponential of a loss that is compared.
+NOT_COMPARED = re.compile(
+    r"(dt|sps|tps|slowest|memory|time)(_.*)?|dt[fb]|spike.*|.*perplexity|(activation|change)/.*|step"
+)
 # One weight differs by this much of the gradient or the change of its tensor, or of all gradients.
 OF_TENSOR, OF_ALL = 3e-5, 3e-6
 RANDOM_STATES = 20_000
@@ -143,7 +146,14 @@ def _train(job: Job, world: Any) -> dict[str, Any]:
         validation = trainer.evaluation.validation
         found["val_tokens"] = sum(float(validation[i][1].sum()) for i in range(len(validation)))
         trainer.train()
-        found["weights"] = {name: full(p.detach()).clone() for name, p in named}
+        if visible:
+            backend.model_state()  # an evaluation may have left the weights gathered
+        named = parameters(trainer)
+        buffers = [each for part in backend.parts for each in part.named_buffers() if visible]
+        kept = [(name, each) for name, each in buffers if name in backend.buffer_names]
+        found["weights"] = {name: full(each.detach()).clone() for name, each in [*named, *kept]}
+        if job.plain and backend.dtype == torch.float32:
+            found["plain_val_loss"] = _plain_evaluation(trainer)
         states = backend.optimizer.state.values() if visible else ()
         tensors = [each for state in states for each in state.values() if torch.is_tensor(each)]
         found["sizes"] = {
@@ -188,6 +198,18 @@ def _plain_gradients(trainer: Any) -> dict[str, Any]:
         for inputs, target in zip(batch.inputs, batch.targets, strict=True):
             (cross_entropy(model(inputs[None]), target[None]) / len(batch)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _plain_evaluation(trainer: Any) -> float:
+    """Return the mean loss over the validation data, by their weights, in evaluation mode and one by one."""
+    import torch
+
+    model, losses, weights = copy.deepcopy(trainer.backend.parts[0]).eval(), 0.0, 0.0
+    with torch.no_grad():
+        for batch, counts in map(trainer.evaluation.validation.__getitem__, range(len(trainer.evaluation.validation))):
+            for loss, count in zip(model.losses(batch).tolist(), counts.tolist(), strict=True):
+                losses, weights = losses + loss * count, weights + count
+    return losses / weights
 
 
 def _exported(run: str) -> dict[str, Any]:
@@ -273,11 +295,30 @@ def counted(one: Mapping[str, Any], many: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with counts, and with weights that are read back."""
     if abs(one["val_tokens"] - many["val_tokens"]) > 1e-6 * one["val_tokens"]:
         yield f"val_tokens: {many['val_tokens']} instead of {one['val_tokens']}"
+    evaluated = {line["step"]: line["val_loss"] for line in one["lines"] if "val_loss" in line}
+    plain, last = one.get("plain_val_loss"), evaluated.get(one["lines"][-1]["step"])
+    if plain and last and abs(last / plain - 1) > 1e-5:
+        yield f"plain val_loss: {plain}, and the run says {last}"
     read = many["exported"]
     for kind, wanted in (("checkpoint", many["weights"]), ("export", read.get("folded", {}))):
         for name, value in read.get(kind, {}).items():
-            if name in wanted and not wanted[name][: len(value)].equal(value):
+            rows = slice(len(value)) if value.dim() else ()
+            if name in wanted and not wanted[name][rows].equal(value):
                 yield f"{kind}: {name} is not that of the run"
+
+
+def changed(quiet: Mapping[str, Any], many: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs, bitwise, in a run without evaluations."""
+    for name, value in many["weights"].items():
+        if not value.equal(quiet["weights"][name]):
+            yield f"evaluation: it changes {name}"
+    lines = {
+        (line["step"], key): line[key] for line in many["lines"] for key in line if not NOT_COMPARED.fullmatch(key)
+    }
+    for line in quiet["lines"]:
+        for key, value in line.items():
+            if key != "mfu" and lines.get((line["step"], key), value) != value:
+                yield f"evaluation: it changes {key} of step {line['step']}"
 
 
 def stored_bytes(checkpoint: Path) -> int:

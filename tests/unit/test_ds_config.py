@@ -117,6 +117,7 @@ def test_a_file_that_is_no_ds_config_is_named(content: str, says: str) -> None:
         (["backend.stage=0", "backend.offload_optimizer=true"], ["backend.offload_optimizer=true", "backend.stage=1"]),
         (["backend.stage=2", "backend.offload_params=true"], ["backend.offload_params=true", "use backend.stage=3"]),
         (["backend.stage=3", "train.compile=true"], ["train.compile=true", "train.compile=false"]),
+        (["backend.bucket_elements=7"], ["backend.bucket_elements=7", "use 8"]),
         (
             ["backend.bucket_elements=0", "backend.keep_below=-1"],
             ["backend.bucket_elements=0", "backend.keep_below=-1"],

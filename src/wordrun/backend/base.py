@@ -22,6 +22,7 @@ from wordrun.backend.param_groups import (
     NamedParameters,
     remember_ratios,
     require_optimizer,
+    require_same_order,
     scale_rates,
     warn_of_left_out,
 )
@@ -90,8 +91,10 @@ class BackendSpec:
         """Return the run's optimizer for the named ``parameters``, with learning rates that suit the model's width.
 
         Raises:
-            ConfigError: it is not one optimizer, or needs a closure.
+            ConfigError: it is not one optimizer, or needs a closure, or ranks have different parameters.
         """
+        if self.world.size > 1:
+            require_same_order(parameters, str(part_of("model", self.cfg.model)), self.layout, self.device)
         optimizer, options = self.make_optimizer(parameters), self.cfg.optimizer
         require_optimizer(optimizer, self.optimizer_part)
         everywhere = self.device if self.layout.pp > 1 else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.optim import Optimizer
 
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import FIRST_RANK, LOGGER
-from wordrun.dist.collectives import all_max, gather_json
+from wordrun.dist.collectives import all_max, all_rows, gather_json
 from wordrun.dist.mesh import Layout
 from wordrun.model.base import Rows
 
@@ -42,6 +44,34 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         super().__init__(parameters)
         self.matrices = {name: Rows() for name, p in self if p.dim() >= 2} if matrices is None else matrices
         self.group, self.device, self.layout = group, device, layout or Layout()
+
+
+def require_same_order(parameters: Named, part: str, layout: Layout, device: torch.device) -> None:
+    """Raise a ConfigError if ranks that compute the same layers have registered different parameters of the model.
+
+    All ranks must call this. Gradients are averaged by the position of a parameter, not by its name.
+
+    Args:
+        parameters: this rank's.
+        part: what the message calls the model.
+        layout: how the ranks divide the model.
+        device: where the ranks communicate.
+    """
+    names = [name for name, _ in parameters]
+    digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
+    digests = all_rows(torch.tensor([digest], device=device))[:, 0].tolist()
+    first: dict[int, int] = {}  # the first rank of each stage
+    for rank, other in enumerate(digests):
+        at = first.setdefault(layout.index(rank, "pp"), rank)
+        if other != digests[at]:
+            found = gather_json(names, device)
+            pairs = enumerate(zip_longest(found[at], found[rank]))
+            number, (theirs, ours) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                f"{part} has different parameters on different ranks, whose gradients would be mixed up: number "
+                f"{number + 1} is {theirs} on rank {at} and {ours} on rank {rank}; register modules in a fixed order, "
+                "such as that of a sorted list instead of a set"
+            )
 
 
 def require_optimizer(found: Any, part: str) -> None:

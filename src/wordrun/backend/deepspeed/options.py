@@ -67,6 +67,9 @@ class DeepSpeedConfig(BackendConfig):
     def problems(self) -> Iterable[str]:
         yield from positive("backend", self, "bucket_elements")
         yield from not_negative("backend", self, "keep_below")
+        if self.bucket_elements and self.bucket_elements % 2:
+            use = self.bucket_elements + 1
+            yield f"backend.bucket_elements={self.bucket_elements} should be even, as DeepSpeed requires: use {use}"
         if not 0 <= self.stage <= 3:
             yield f"backend.stage={self.stage} should be 0, 1, 2 or 3"
         if self.offload_optimizer and self.stage == 0:
