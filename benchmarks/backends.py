@@ -46,7 +46,7 @@ from wordrun.train.optim.options import AdamWConfig
 
 VOCABULARY = 50304
 QUIET = [
-    *shlex.split("data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.sample_tokens=0"),
+    *shlex.split("data=sample model=nano tracker=jsonl train.dtype=fp32 train.device=cpu train.sample_tokens=0"),
     f"model.vocab_size={VOCABULARY}",
 ]
 # GPT-2's width and vocabulary, with blocks and tokens limited to what two cores compute in seconds.

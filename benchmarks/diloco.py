@@ -26,7 +26,7 @@ import wordrun
 from wordrun import dist
 
 MODEL = shlex.split("""
-    data=shakespeare tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
+    data=shakespeare model=nano tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
     train.sample_tokens=0 train.checkpoint_interval=0 train.save_best=false train.compile=false
     train.max_iters=900 train.eval_interval=900 train.eval_iters=20 train.log_interval=30
     model.n_layer=2 model.n_head=2 model.n_embd=64 model.block_size=64 model.batch_size=8

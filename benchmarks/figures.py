@@ -25,7 +25,14 @@ from wordrun.train.trainer import Trainer
 
 SAME = "train.dtype=fp32"
 """For comparisons of results: in bf16 every rank rounds its own gradients, and a plain loop would have to as well."""
-QUIET = ["data=sample", "tracker=jsonl", "train.eval_interval=0", "train.sample_interval=0", "train.sample_tokens=0"]
+QUIET = [
+    "data=sample",
+    "model=nano",
+    "tracker=jsonl",
+    "train.eval_interval=0",
+    "train.sample_interval=0",
+    "train.sample_tokens=0",
+]
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ from wordrun import dist
 from wordrun.backend.step_timer import StepTimer
 
 MODEL = shlex.split("""
-    data=sample tracker=jsonl train.dtype=fp32 train.sample_tokens=0 train.checkpoint_interval=0
+    data=sample model=nano tracker=jsonl train.dtype=fp32 train.sample_tokens=0 train.checkpoint_interval=0
     model.n_layer=6 model.n_head=6 model.n_embd=384 model.block_size=256 model.batch_size=12
 """)
 

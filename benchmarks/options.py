@@ -27,7 +27,8 @@ from vs_nanogpt import run
 
 SETTING = shlex.split("""
     data=shakespeare data.offline=error tracker=jsonl train.sample_tokens=0 train.eval_iters=null
-    train.dtype=fp32 model=modern optimizer.warmup_iters=10 optimizer.grad_clip=1
+    train.dtype=fp32 model=modern model.batch_size=12 model.block_size=64 optimizer.warmup_iters=10
+    optimizer.grad_clip=1
 """)
 PLAIN = {
     "mlp": "gelu",

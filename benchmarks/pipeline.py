@@ -30,7 +30,7 @@ from wordrun.train.hooks.base import Hook, Training
 
 STEPS, WARM_UP = 12, 3
 SHAPES = shlex.split("""
-    data=sample tracker=jsonl train.dtype=fp32 train.eval_interval=0 train.sample_tokens=0
+    data=sample model=nano tracker=jsonl train.dtype=fp32 train.eval_interval=0 train.sample_tokens=0
     train.log_interval=1000000 model.n_layer=8 model.n_embd=256 model.block_size=128
     model.batch_size=8 backend.microbatches=8
 """)

@@ -23,7 +23,14 @@ LIMIT = 1.15
 # One thread per rank, since ranks share cores; glibc keeps no memory that was freed.
 LAUNCH = "--launch=--env OMP_NUM_THREADS=1 --env MALLOC_MMAP_THRESHOLD_=262144"
 STUDY = ["--steps", "3", "--repeats", "1", LAUNCH]
-MODEL = ["data=sample", "train.dtype=fp32", "train.device=cpu", "model.block_size=32", "model.batch_size=1"]
+MODEL = [
+    "data=sample",
+    "model=nano",
+    "train.dtype=fp32",
+    "train.device=cpu",
+    "model.block_size=32",
+    "model.batch_size=1",
+]
 LARGE = ["model.n_embd=1024", "model.n_head=16"]
 SMALL = ["model.n_embd=512", "model.n_head=8"]
 FEWEST = 4  # blocks of the shallow model, one for each rank of a pipeline

@@ -84,7 +84,7 @@ def wordrun_command(out: Path, options: list[str], steps: int) -> list[str]:
     """Return the command that trains wordrun."""
     return [
         sys.executable,
-        *shlex.split("-m wordrun data=shakespeare data.offline=error tracker=jsonl"),
+        *shlex.split("-m wordrun data=shakespeare data.offline=error tracker=jsonl model=nano train.compile=false"),
         f"hydra.run.dir={out}",
         f"train.max_iters={steps}",
         "train.log_interval=1",
@@ -197,8 +197,8 @@ def quality(nanogpt: Path, shape: Shape, scratch: Path, seeds: list[int]) -> tup
     return ours, theirs
 
 
-def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape) -> float:
-    """Return the mean loss of a nanoGPT checkpoint over the windows that wordrun evaluates."""
+def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape, dataset: str = "shakespeare_char") -> float:
+    """Return the mean loss of a nanoGPT checkpoint over the windows of ``dataset`` that wordrun evaluates."""
     import numpy as np
     import torch
 
@@ -211,7 +211,7 @@ def loss_of_checkpoint(nanogpt: Path, checkpoint: Path, shape: Shape) -> float:
     gpt = theirs.GPT(theirs.GPTConfig(**saved["model_args"]))
     gpt.load_state_dict(saved["model"])
     gpt.eval()
-    val = np.fromfile(nanogpt / "data/shakespeare_char/val.bin", dtype=np.uint16)
+    val = np.fromfile(nanogpt / "data" / dataset / "val.bin", dtype=np.uint16)
     windows = ValidationSequences(ValidationTokens(val, shape.block_size), shape.batch_size, None)
     total = count = 0.0
     with torch.no_grad():

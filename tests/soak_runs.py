@@ -90,6 +90,7 @@ def command(folder: Path, text: Path, steps: int, *, memory: bool = False, elast
         "train.eval_interval=0",
         f"train.checkpoint_interval={20 if memory else 5}",
         *shlex.split("""
+        model=nano
         train.sample_tokens=0 train.dtype=fp32 train.device=cpu model.n_layer=2 model.n_embd=64
         model.n_head=2 model.block_size=32 model.batch_size=4 model.dropout=0.1
         optimizer.warmup_iters=10

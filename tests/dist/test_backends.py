@@ -24,6 +24,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 assert len(set(TEXT)) == 31
 # A gentle learning rate: where a step overshoots, rounding errors of 1e-7 grow to 1e-2.
 SMALL = shlex.split("""
+    model=nano
     data=text tokenizer=char data.path=text.txt tracker=jsonl train.dtype=fp32 train.device=cpu
     train.max_iters=8
     train.log_interval=1 train.eval_interval=4 train.eval_iters=2 train.sample_tokens=2
@@ -42,18 +43,16 @@ MODELS = {
         model.head_size=12
     """),
     "modern": [
-        "model=modern",
+        *shlex.split("model=modern optimizer=adamw schedule=cosine model.mlp=relu2 model.norm_weights=false"),
+        *shlex.split("model.embed_norm=true model.softcap=15"),
         "model.n_hidden=40",
         "model.ngram_rows=[31,15]" if torch_private.tells_tables_apart() else "model.ngram_rows=[]",
         "model.value_layers=[1]",
         "optimizer.grad_clip=0.65",
         "optimizer.learning_rate=3e-3",
     ],
-    # The parts that the modern model has only if they are chosen.
-    "parts": shlex.split("""
-        model=modern model.n_hidden=40 model.tie=true model.mlp=swiglu model.norm_weights=true
-        model.softcap=0 optimizer.learning_rate=6e-3
-    """),
+    # The default, with its optimizer.
+    "parts": ["model=modern", "model.n_hidden=40", "model.tie=true", "optimizer.learning_rate=2e-3"],
 }
 SCRIPT = """
 import json, sys

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SMALL = tuple(
     shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=4 train.log_interval=1
     train.eval_interval=0 train.sample_tokens=0 model.n_layer=1 model.n_head=2 model.n_embd=16
     model.block_size=16 model.batch_size=4

@@ -15,6 +15,7 @@ from wordrun.dist import torch_private
 pytestmark = pytest.mark.timeout(300)
 
 SMALL = shlex.split("""
+    model=nano
     data=text tokenizer=byte data.path=documents.jsonl tracker=jsonl train.dtype=fp32
     train.device=cpu train.max_iters=4 train.log_interval=1 train.eval_interval=2 train.eval_iters=1
     train.sample_tokens=2 train.sample_prompt=The train.global_batch_size=4 train.save_best=false
@@ -25,7 +26,10 @@ MODELS = {
     "gpt": ["model.bias=true"],
     "llama": ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40", "data.mask_documents=true"],
     "window": ["model=llama_debug", "model.n_hidden=40", "model.window=9", "data.mask_documents=true"],
-    "modern": ["model=modern", "model.n_hidden=48", "model.ngram_rows=[31,15]", "model.value_layers=[1]"],
+    "modern": [
+        *shlex.split("model=modern model.n_hidden=48 model.ngram_rows=[31,15] model.value_layers=[1] model.mlp=relu2"),
+        *shlex.split("model.norm_weights=false model.embed_norm=true model.softcap=15 optimizer=adamw schedule=cosine"),
+    ],
     "preset": ["model=modern", "model.n_hidden=48", "model.zero_init=false"],
 }
 TP = 2 if torch_private.pipeline_takes_tensor_parallel() else 1

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TEXT = 100 * "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 SMALL = shlex.split("""
+    model=nano
     data=text tokenizer=char data.path=text.txt train.sample_prompt=The tracker=jsonl train.dtype=fp32
     train.device=cpu train.global_batch_size=8 train.max_iters=8
     train.log_interval=1 train.eval_interval=4 train.eval_iters=3

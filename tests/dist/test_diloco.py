@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 
 SMALL = shlex.split("""
+    model=nano
     data=sample tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=12
     train.log_interval=1 train.eval_interval=4 train.eval_iters=1 train.sample_tokens=0
     train.checkpoint_interval=0 train.save_best=false optimizer.warmup_iters=2

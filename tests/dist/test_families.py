@@ -21,6 +21,7 @@ from wordrun.dist import torch_private
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=4
     optimizer.warmup_iters=1 optimizer.learning_rate=1e-2 model.n_layer=2 model.n_head=4 model.n_embd=32
     model.block_size=16
@@ -44,7 +45,9 @@ FAMILIES = {
     "Mixtral": MIXTRAL,
     "Qwen3-MoE": [*MIXTRAL, "model.head_size=12", "model.qk_norm=true"],
     "`modern`": shlex.split("""
-        model=modern model.n_hidden=48 model.ngram_rows=[31] model.value_layers=[1] model.zero_init=false
+        model=modern model.n_hidden=48 model.mlp=relu2 model.norm_weights=false model.embed_norm=true
+        model.softcap=15 optimizer=adamw schedule=cosine model.ngram_rows=[31] model.value_layers=[1]
+        model.zero_init=false
     """),
 }
 FSDP = ["train.backend=FSDP"]

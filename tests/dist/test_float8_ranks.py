@@ -34,6 +34,7 @@ with dist.session() as world:
             assert kinds.count("Float8Linear") == 8 * (trainer.cfg.train.float8 != "none"), kinds
 """
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.device=cpu train.dtype=bf16 train.max_iters=10
     train.log_interval=1 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=0
     model.n_layer=2 model.n_head=2 model.n_embd=32 model.block_size=16 model.batch_size=4

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 SMALL = shlex.split("""
+    model=nano
     data=text data.path=text.txt tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
     train.max_iters=6 train.log_interval=1 train.eval_interval=3 train.eval_iters=1 train.sample_tokens=0
     train.global_batch_size=8 optimizer.warmup_iters=0 optimizer.learning_rate=1e-3 train.save_best=false

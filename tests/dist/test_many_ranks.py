@@ -24,6 +24,7 @@ from wordrun.plan.parameter_shapes import shapes_of
 RANKS, PER_NODE, VOCAB = 2**17, 8, 67
 FIRST, MIDDLE, LAST = 0, RANKS // 2 + 1029, RANKS - 1
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.dtype=fp32 train.device=cpu model.bias=true model.n_head=8
     model.n_embd=40 model.block_size=16 model.batch_size=8
 """)

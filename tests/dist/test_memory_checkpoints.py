@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 STEPS = 12
 SMALL = shlex.split("""
+    model=nano
     data=text data.path=text.txt tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu
     train.log_interval=1 train.eval_interval=0 train.sample_tokens=0 train.global_batch_size=8
     optimizer.warmup_iters=2 train.save_best=false train.check_memory=false train.resume=auto

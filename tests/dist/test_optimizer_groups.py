@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.timeout(200)
 
 SMALL = shlex.split("""
+    model=nano
     data=sample tokenizer=char tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=6
     train.log_interval=1 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=2
     train.keep_checkpoints=9 train.save_best=false train.global_batch_size=8 optimizer=estimating

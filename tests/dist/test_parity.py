@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.dtype=fp32 train.global_batch_size=8 train.max_iters=20
     train.log_interval=1 train.eval_interval=10 train.eval_iters=3 train.sample_tokens=0
     train.save_best=false optimizer.warmup_iters=2 optimizer.learning_rate=2e-3 model.n_layer=2

@@ -26,6 +26,7 @@ SMALL = [
     f"train.max_iters={STEPS}",
     f"optimizer.lr_decay_iters={STEPS}",
     *shlex.split("""
+    model=nano
     train.log_interval=1 train.eval_interval=4
     train.eval_iters=1 train.sample_tokens=0 train.global_batch_size=8 optimizer.warmup_iters=2
     optimizer.learning_rate=2e-3 train.checkpoint_interval=3 train.keep_checkpoints=9 train.save_best=false

@@ -14,6 +14,7 @@ SLEEP_S = 0.2
 BACKENDS = ["DDP", *(["FSDP"] if hasattr(FSDPModule, "set_custom_all_gather") else [])]
 """Those whose collectives are timed: not FSDP's with torch 2.8 (compat.time_collectives)."""
 SMALL = shlex.split("""
+    model=nano
     data=sample tokenizer=byte tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=6
     train.log_interval=3 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=0
     train.compile=false optimizer.gas=2 model.batch_size=1 model.n_layer=2 model.n_head=2

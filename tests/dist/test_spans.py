@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SMALL = shlex.split("""
+    model=nano
     data=sample tokenizer=byte tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=8
     train.log_interval=2 train.eval_interval=0 train.sample_tokens=0 train.checkpoint_interval=0
     train.compile=false model.batch_size=1 model.n_layer=2 model.n_head=2 model.n_embd=16

@@ -27,6 +27,7 @@ for words in runs:
 """
 RUN = tuple(
     shlex.split("""
+    model=nano
     data=sample tracker=jsonl model.n_layer=1 model.n_head=1 model.n_embd=16 model.block_size=16
     model.batch_size=2 train.max_iters=3 train.eval_iters=1 train.sample_tokens=4 train.device=cpu
 """)

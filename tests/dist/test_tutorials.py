@@ -25,6 +25,7 @@ PAGES = {path.stem: path for path in (*sorted(DOCS.glob("tutorials/*.md")), DOCS
 BLOCK = re.compile(r"(?:^`([\w./]+)`[^`\n]*:\n\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = tuple(
     shlex.split("""
+    model=nano
     train.max_iters=4 train.log_interval=2 train.eval_interval=4 train.eval_iters=2 train.device=cpu
     train.dtype=fp32 train.sample_tokens=2 train.check_memory=false model.n_layer=2 model.n_head=2
     model.n_embd=16 model.block_size=16 model.batch_size=4 optimizer.warmup_iters=0

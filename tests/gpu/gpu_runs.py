@@ -14,6 +14,7 @@ DRY = os.environ.get("WORDRUN_GPU_TESTS") == "cpu"
 """Whether to run on the CPU, to try the tests themselves."""
 SMALL = [
     *shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.max_iters=20 train.log_interval=1 train.eval_iters=2
     train.sample_tokens=0 train.checkpoint_interval=0 train.save_best=false optimizer.warmup_iters=2
     model.n_layer=2 model.n_head=2 model.n_embd=64

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 SHAPES = shlex.split("""
+    model=nano
     model.n_layer=6 model.n_embd=256 model.n_head=4 model.block_size=512 model.batch_size=16
     train.max_iters=4 train.eval_interval=0
 """)

@@ -61,6 +61,7 @@ if __name__ == "__main__":
         sys.exit(main())
 '''
 SMALL = shlex.split("""
+    model=nano
     data=sample train.max_iters=4 train.dtype=fp32 train.device=cpu tracker=jsonl train.eval_iters=1
     train.sample_tokens=0 model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16
     model.batch_size=2 hooks=[stopper]

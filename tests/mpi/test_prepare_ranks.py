@@ -41,6 +41,7 @@ def test_two_ranks_prepare_what_one_does(ranks: Ranks, tmp_path: Path) -> None:
 def test_ranks_train_on_data_that_one_of_them_has_prepared(ranks: Ranks, tmp_path: Path) -> None:
     """Byte pairs are learned once, and both ranks read the same shards: the losses are those of one process."""
     words = shlex.split("""
+        model=nano
         data=text data.path=play.txt tokenizer.vocab_size=300 tracker=jsonl model.n_layer=1
         model.n_embd=16 model.n_head=2 model.block_size=16 train.global_batch_size=4 train.max_iters=4
         train.log_interval=1 train.eval_iters=2 train.sample_tokens=0 train.dtype=fp32

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.forked_programs
 
 SMALL = tuple(
     shlex.split("""
+    model=nano
     data=sample model.n_layer=4 model.n_embd=16 model.n_head=4 model.block_size=16
     model.batch_size=4 train.device=cpu
 """)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.forked_programs
 
 SMALL = tuple(
     shlex.split("""
+    model=nano
     data=sample tracker=jsonl model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16
     model.batch_size=2 train.global_batch_size=4 train.max_iters=2 train.eval_interval=1
     train.eval_iters=1 train.device=cpu train.dtype=fp32

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.forked_programs
 
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=8
     train.max_iters=20 train.log_interval=1 train.eval_interval=10 train.eval_iters=3
     train.sample_tokens=16 optimizer.warmup_iters=2 model.n_layer=1 model.n_head=2 model.n_embd=32

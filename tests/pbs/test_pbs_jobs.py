@@ -23,6 +23,7 @@ HYDRA = ("--launcher", "hydra", "--launcher-args", "-bootstrap rsh -bootstrap-ex
 
 SMALL = tuple(
     shlex.split("""
+    model=nano
     data=sample tracker=jsonl model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=16
     model.batch_size=2 train.max_iters=1 train.eval_interval=0 train.sample_tokens=0 train.device=cpu
     train.dtype=fp32
@@ -118,6 +119,7 @@ def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_p
         *shlex.split("-N 1 --ppn 1"),
         *HYDRA,
         *shlex.split("""
+        model=nano
         -- python -m wordrun data=sample tracker=jsonl
         model.n_layer=1 train.checkpoint_interval=5 train.max_iters=100000
     """),

@@ -45,6 +45,7 @@ TINY = [
     "tracker=jsonl",
     f"train.max_iters={STEPS}",
     *shlex.split("""
+    model=nano
     train.global_batch_size=8 model.batch_size=4
     train.log_interval=1 train.eval_interval=20 train.eval_iters=2 train.checkpoint_interval=10
     model.n_layer=1 model.n_head=2 model.n_embd=32 model.block_size=32 model.dropout=0.1

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WHO = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE node $NODE_RANK on $SLURMD_NODENAME at $MASTER_ADDR"'
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.global_batch_size=8 train.max_iters=6 train.log_interval=1
     train.eval_interval=6 train.eval_iters=2 train.sample_tokens=8 optimizer.warmup_iters=2
     model.n_layer=1 model.n_head=2 model.n_embd=32 model.block_size=32 train.dtype=fp32

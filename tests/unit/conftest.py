@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SMALL = tuple(
     shlex.split("""
+    model=nano
     tracker=jsonl model.n_layer=1 model.n_head=2 model.n_embd=16 model.block_size=8 model.batch_size=4
     train.eval_iters=2 train.sample_tokens=8 train.dtype=fp32 train.device=cpu
 """)

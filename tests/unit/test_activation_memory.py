@@ -28,6 +28,7 @@ from wordrun.plan.strategy import Strategy
 from wordrun.train.options import checkpointing_of
 
 SMALL = shlex.split("""
+    model=nano
     data=sample train.dtype=fp32 train.device=cpu model.n_layer=4 model.n_head=2 model.n_embd=32
     model.block_size=64 model.batch_size=8
 """)

@@ -19,6 +19,7 @@ from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.train.options import accumulation
 
 RAMP = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.dtype=fp32 train.device=cpu model.n_layer=1 model.n_head=2
     model.n_embd=16 model.block_size=8 train.max_iters=7 train.log_interval=1 train.eval_interval=0
     train.eval_iters=2 train.sample_tokens=0 train.save_best=false optimizer.warmup_iters=2

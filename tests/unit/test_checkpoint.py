@@ -41,6 +41,7 @@ from wordrun.train.trainer import Trainer
 Words = Callable[..., list[str]]
 SAVING = tuple(
     shlex.split("""
+    model=nano
     train.max_iters=12 train.log_interval=1 train.eval_interval=4 train.checkpoint_interval=3
     train.save_best=false train.keep_checkpoints=9 train.sample_tokens=0 model.dropout=0.2
     optimizer.warmup_iters=2

@@ -41,7 +41,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=PP", "backend.microbatches=5"],
             4,
-            "backend.microbatches=5 does not divide model.batch_size=12",
+            "backend.microbatches=5 does not divide model.batch_size=16",
         ),
         (
             ["train.backend=PP", "model.batch_size=3"],
@@ -51,7 +51,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (
             ["train.backend=FSDP", "backend.cp=3", "model.n_head=3", "model.n_embd=96"],
             3,
-            "each rank has an early and a late chunk of every sequence; use model.block_size=66, or backend.cp=1",
+            "each rank has an early and a late chunk of every sequence; use model.block_size=126, or backend.cp=1",
         ),
         (
             ["train.backend=FSDP", "backend.cp=4", "backend.cp_attention=heads", "model.n_head=2"],
@@ -92,8 +92,8 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         (["backend.compress=fp16"], 4, "backend.compress=fp16 should be one of none, bf16"),
         (["train.activation_checkpointing=some"], 4, "train.activation_checkpointing=some should be one of"),
         (["train.activation_checkpointing=0"], 4, "train.activation_checkpointing=0 should be one of"),
-        (["train.backend=FSDP", "train.global_batch_size=50"], 4, "x 4 data-parallel ranks = 48: use 48"),
-        (["train.backend=TP", "train.global_batch_size=30"], 4, "x 1 data-parallel ranks = 12: use 24"),
+        (["train.backend=FSDP", "train.global_batch_size=50"], 4, "x 4 data-parallel ranks = 64: use 64"),
+        (["train.backend=TP", "train.global_batch_size=30"], 4, "x 1 data-parallel ranks = 16: use 16 or 32"),
     ],
 )
 def test_a_clear_message(words: list[str], ranks: int, says: str) -> None:
@@ -110,11 +110,9 @@ def test_what_zero_bubble_schedules_do_not_support(key: str) -> None:
 
 
 def test_all_problems_together() -> None:
-    found = problems(
-        "train.backend=3D", "model.n_head=3", "model.n_layer=1", "train.top_k=0", "model.n_embd=129", ranks=8
-    )
-    assert "train.top_k=0" in found
-    found = problems("train.backend=3D", "model.n_head=3", "model.n_layer=1", "model.n_embd=129", ranks=8)
+    words = ["model=nano", "train.backend=3D", "model.n_head=3", "model.n_layer=1", "model.n_embd=129"]
+    assert "train.top_k=0" in problems(*words, "train.top_k=0", ranks=8)
+    found = problems(*words, ranks=8)
     for words in ("model.n_head=3 is not", "model.n_embd=129 is not", "a pipeline of 2 stages"):
         assert words in found
 

@@ -73,6 +73,8 @@ def complaints(action: Callable[[], object]) -> list[str]:
 
 CHOSEN_BY_DATA = ("override /tokenizer@_global_.tokenizer", "override /model@_global_.model")
 """How a data set's file chooses its tokenizer, or its model."""
+CHOSEN_BY_DEFAULT = ("override /optimizer@_global_.optimizer", "override /schedule@_global_.schedule")
+"""How the default model's file chooses what belongs to the recipe."""
 IMAGES = {
     "data": ["cifar10", "digits", "fake_images", "imagefolder", "mnist"],
     "model": ["convnet", "resnet", "resnet18", "resnet50"],
@@ -137,7 +139,8 @@ def test_a_preset_is_known_by_the_name_of_its_file(name: str) -> None:
 def test_files_hold_only_differences(group: str, name: str) -> None:
     content = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
     base, *others = content.pop("defaults")
-    assert [key for other in others for key in other if group != "data" or key not in CHOSEN_BY_DATA] == []
+    chosen = {"data": CHOSEN_BY_DATA, "model": CHOSEN_BY_DEFAULT if name == "modern" else ()}.get(group, ())
+    assert [key for other in others for key in other if key not in chosen] == []
     # In a group of several each part has a key of its own.
     schema = re.fullmatch(rf"/schema/{group}/(\w+)@({group}\.)?{name if group in SEVERAL else '_here_'}", base)
     assert schema, base
@@ -182,9 +185,17 @@ def test_the_line_of_the_talk_composes() -> None:
     assert cfg.data.name == "shakespeare"
 
 
-def test_the_defaults_are_nanos(plain: Config) -> None:
-    nano = plain.model
+def test_nano_is_as_nanogpt_trains_it_on_a_cpu() -> None:
+    cfg = compose(["model=nano"])
+    nano, adamw = cfg.model, cfg.optimizer
     assert (nano.n_layer, nano.n_head, nano.n_embd, nano.block_size, nano.batch_size) == (4, 4, 128, 64, 12)
+    assert (adamw.learning_rate, adamw.warmup_iters, cfg.schedule.name) == (1e-3, 100, "cosine")
+    assert adamw == compose(["model=nano", "optimizer=adamw"]).optimizer
+
+
+def test_the_defaults(plain: Config) -> None:
+    modern = plain.model
+    assert (modern.n_layer, modern.n_head, modern.n_embd, modern.block_size, modern.batch_size) == (4, 4, 128, 128, 16)
     assert (plain.train.max_iters, [*plain.tracker], plain.data.offline) == (2000, ["jsonl", "wandb"], "sample")
     assert compose(["data=sample"]).data.offline == "error"
 
@@ -245,7 +256,7 @@ GPT3 = {
 def preset(name: str) -> TransformerConfig:
     """Return the config that a file under conf/model makes, by its schema alone."""
     options = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
-    (schema,) = options.pop("defaults")
+    schema, *_ = options.pop("defaults")
     part = schemas("model")[schema.removeprefix("/schema/model/").removesuffix("@_here_")]
     made: TransformerConfig = part.options(**options)
     return made
@@ -276,13 +287,13 @@ def test_gpt3_presets_have_the_published_size(name: str, count: float) -> None:
 
 
 def test_a_run_has_a_directory_of_its_own(plain: Config) -> None:
-    assert re.fullmatch(r"outputs/shakespeare/nano-DDP/\d{8}-\d{6}-[0-9a-f]{4}", plain.run_dir)
+    assert re.fullmatch(r"outputs/shakespeare/modern-DDP/\d{8}-\d{6}-[0-9a-f]{4}", plain.run_dir)
     assert compose(["data=sample", "model=gpt2"]).run_dir.startswith("outputs/sample/gpt2-DDP/")
 
 
 def test_launch_chooses_the_run_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORDRUN_RUN_ID", "20260101-000000-cafe")
-    assert compose().run_dir == "outputs/shakespeare/nano-DDP/20260101-000000-cafe"
+    assert compose().run_dir == "outputs/shakespeare/modern-DDP/20260101-000000-cafe"
 
 
 def test_the_user_chooses_the_run_directory() -> None:
@@ -337,7 +348,7 @@ def test_an_experiment_that_names_a_backend_without_its_options_is_refused(tmp_p
 
 def test_the_same_config_comes_from_python_and_from_the_command(command: Command) -> None:
     words = ["data=sample", "model.n_layer=2", "optimizer.gas=3", "hydra.run.dir=here"]
-    done = command("wordrun", *words, "--cfg", "job")
+    done = command("wordrun", *words, "--cfg", "job", "--resolve")
     from_python = as_dict(wordrun.compose(words))
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout) == {**from_python, "run_dir": ""}
@@ -361,7 +372,8 @@ UNKNOWN = {
     "train.lr=1e-3": ["unknown option 'train.lr'; did you mean 'optimizer.learning_rate'?"],
     "seed=3": ["unknown option 'seed'; did you mean 'train.seed'?"],
     "model.num_layers=3": ["did you mean 'model.n_layer'?"],
-    "model.n_kv_heads=3": ["unknown option 'model.n_kv_heads'; wordrun --help model lists the options"],
+    "model.n_kv_heads=3": ["unknown option 'model.n_kv_heads'; did you mean 'model.n_kv_head'?"],
+    "model.experts=3": ["unknown option 'model.experts'; wordrun --help model lists the options"],
     "nonsense=3": ["unknown option 'nonsense'; wordrun --help lists the options"],
     "profiler.steps=3": ["unknown option 'profiler.steps'; wordrun --help profiler lists the options"],
     "optimizer.learning_rate=fast": ["optimizer.learning_rate=fast", "a number"],
@@ -416,9 +428,9 @@ def test_one_mistake_is_one_line(override: str, says: list[str]) -> None:
 
 
 def test_the_number_of_ranks_takes_part() -> None:
-    (line,) = complaints(lambda: compose(["train.global_batch_size=36"], ranks=2))
-    assert "train.global_batch_size=36" in line
-    assert compose(["train.global_batch_size=36"], ranks=1).train.global_batch_size == 36
+    (line,) = complaints(lambda: compose(["train.global_batch_size=48"], ranks=2))
+    assert "train.global_batch_size=48" in line
+    assert compose(["train.global_batch_size=48"], ranks=1).train.global_batch_size == 48
 
 
 # What composes, but cannot be: change, and what the message has to contain
@@ -733,16 +745,46 @@ def test_a_list_of_parts_takes_names_only(words: str) -> None:
 
 
 def test_depth_sets_rates_and_batch_unless_they_are_set() -> None:
-    words = ["model=modern", "model.depth=3", "optimizer=muon"]
+    words = ["model=modern", "model.depth=3"]
     cfg = compose(words)
     assert isinstance(cfg.optimizer, MuonConfig)
-    assert cfg.optimizer.learning_rate == cfg.optimizer.adamw_lr == pytest.approx(0.004 * math.sqrt(768 / 256))
-    assert accumulation(cfg, 2) == round(2**17 / 64 / (2 * cfg.model.batch_size))
+    assert cfg.optimizer.learning_rate == pytest.approx(0.004 * math.sqrt(768 / 256))
+    assert cfg.optimizer.adamw_lr is None, "the same"
+    assert accumulation(cfg, 2) == round(2**17 / 128 / (2 * cfg.model.batch_size))
     cfg = compose([*words, "optimizer.learning_rate=0.01", "train.global_batch_size=24"])
     assert isinstance(cfg.optimizer, MuonConfig)
     assert cfg.optimizer.learning_rate == 0.01
-    assert cfg.optimizer.adamw_lr == pytest.approx(0.004 * math.sqrt(768 / 256))
     assert accumulation(cfg, 2) == 1
-    cfg = compose(["model=modern", "optimizer=muon"])
-    assert isinstance(cfg.optimizer, MuonConfig)
-    assert (cfg.optimizer.learning_rate, cfg.optimizer.adamw_lr, accumulation(cfg, 2)) == (1e-3, None, 1)
+    cfg = compose(["model=gpt2", "optimizer=muon"])
+    assert (cfg.optimizer.learning_rate, accumulation(cfg, 2)) == (1e-3, 1)
+
+
+@pytest.mark.parametrize("backend", ["DDP", "FSDP", "TP", "PP", "3D", "diloco", "deepspeed"])
+def test_the_default_is_a_recipe_on_every_backend(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = compose([f"train.backend={backend}"], ranks=4)
+    chosen = (cfg.model.name, cfg.optimizer.name, cfg.schedule.name, cfg.train.compile)
+    assert chosen == ("modern", "adamw" if backend == "deepspeed" else "muon", "linear", "auto")
+    why = ["optimizer=adamw, because train.backend=deepspeed does not support optimizer=muon, the default"]
+    assert caplog.messages == (why if backend == "deepspeed" else [])
+
+
+@pytest.mark.parametrize("words", ["optimizer=muon", "experiment=fastest", "optimizer.momentum=0.9"])
+def test_only_an_optimizer_that_nobody_chose_is_replaced(words: str) -> None:
+    with pytest.raises(ConfigError, match="optimizer=muon needs whole matrices"):
+        compose(["train.backend=deepspeed", words])
+
+
+def test_options_that_the_default_model_lacks_choose_nanogpts(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = compose(["model.bias=true", "model.gelu=tanh", "model.n_layer=2", "optimizer.beta1=0.8"])
+    assert (type(cfg.model), cfg.model.n_layer, cfg.optimizer.name, cfg.schedule.name) == (
+        GPTConfig,
+        2,
+        "adamw",
+        "cosine",
+    )
+    assert caplog.messages == ["model=nano, because the default, model=modern, has no model.bias and no model.gelu"]
+    caplog.clear()
+    for words in (["model.bias=false", "model.dropout=0.1", "optimizer.beta1=0.8"], ["model=nano", "model.bias=true"]):
+        assert compose(words).model.name == ("nano" if "model=nano" in words else "modern")
+    assert compose(["experiment=shakespeare", "model.bias=true"]).optimizer.name == "adamw"
+    assert not caplog.messages

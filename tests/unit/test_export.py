@@ -72,7 +72,8 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
         "value_layers": "[]",
         "ngram_rows": "[]",
     }
-    save_run(Path("modern"), "model=modern", "model.ngram_rows=[9]", text=TEXT)
+    parts = "mlp=relu2 norm_weights=false embed_norm=true softcap=15 value_layers=[0] ngram_rows=[9]"
+    save_run(Path("modern"), "model=modern", *(f"model.{part}" for part in parts.split()), text=TEXT)
     assert main(["run=modern", "out=folder"]) == 1
     words = " ".join(f"model.{key}={value}" for key, value in plain.items())
     assert "with the parts of model=modern: export it with form=checkpoint; only a m" in (
@@ -80,7 +81,7 @@ def test_only_a_modern_model_with_the_parts_of_llama_is_exported(
     )
     assert f"only a model with {words} can be exported as a LLaMA or Qwen3\n" in said
     assert main(["run=modern", "out=folder", "form=checkpoint"]) == 0
-    ours = save_run(Path("plain"), "model=modern", *words.split(), text=TEXT)
+    ours = save_run(Path("plain"), "model=modern", text=TEXT)  # the default
     assert main(["run=plain", "out=theirs"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained("theirs").eval()
     tokens = torch.from_numpy(CharTokenizer(TEXT).encode(TEXT))[None, : ours.cfg.block_size]

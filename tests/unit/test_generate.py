@@ -42,7 +42,16 @@ CONFIGS: dict[str, TransformerConfig] = {
     "gemma": LlamaConfig(
         n_layer=2, n_head=2, n_embd=32, n_hidden=48, block_size=BLOCK, window=5, global_every=2, qk_norm=True
     ),
-    "modern": ModernConfig(n_layer=2, n_head=4, n_embd=32, block_size=BLOCK, ngram_rows=[40, 40], zero_init=False),
+    "modern": ModernConfig(
+        n_layer=2,
+        n_head=4,
+        n_embd=32,
+        block_size=BLOCK,
+        ngram_rows=[40, 40],
+        value_layers=[0, -1],
+        softcap=15.0,
+        zero_init=False,
+    ),
 }
 
 

@@ -165,7 +165,8 @@ def test_an_unfinished_run_is_offered(
     ("words", "can"),
     [
         ("model=nano", True),
-        ("model=modern", False),
+        ("model=modern", True),
+        ("model=modern model.softcap=15", False),
         ("model=moe_debug model.n_shared=0", False),  # its routers get biases
         ("model=moe_debug model.n_shared=0 model.balance_rate=0", True),
         ("model=moe_debug model.balance_rate=0", False),

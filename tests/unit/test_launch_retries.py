@@ -33,6 +33,7 @@ Trainer._train_step = killed
 sys.exit(cli.main())
 """
 TINY = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.max_iters=12 train.log_interval=1 train.eval_interval=100
     train.checkpoint_interval=3 model.n_layer=1 model.n_head=1 model.n_embd=16 model.block_size=16
     model.batch_size=2 train.dtype=fp32 train.sample_tokens=0 hydra.run.dir=run

@@ -23,7 +23,8 @@ from wordrun.model import lora
 Words = Callable[..., list[str]]
 MODERN = tuple(
     shlex.split("""
-    model=modern model.n_hidden=24 train.checkpoint_interval=1 train.keep_checkpoints=9
+    model=modern optimizer=adamw schedule=cosine model.norm_weights=false model.n_hidden=24
+    train.checkpoint_interval=1 train.keep_checkpoints=9
     train.eval_interval=0 train.sample_tokens=0 train.save_best=false
 """)
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SMALL = shlex.split("""
+    model=nano
     data=sample tracker=jsonl train.max_iters=2 train.eval_interval=0 train.sample_tokens=0
     train.dtype=fp32 train.device=cpu model.n_layer=2 model.n_embd=128
 """)

@@ -33,6 +33,10 @@ MODERN = ModernConfig(
     n_hidden=48,
     block_size=16,
     ngram_rows=[100, 100],
+    mlp="relu2",
+    norm_weights=False,
+    embed_norm=True,
+    softcap=15.0,
     value_layers=[-1],
     zero_init=False,
 )
@@ -318,13 +322,14 @@ def test_equal_ngrams_have_equal_numbers() -> None:
 
 def test_depth_sets_what_is_not_set() -> None:
     cfg = ModernConfig(depth=12)
-    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (12, 768, 6, 3072)
+    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (12, 768, 6, 2048)
     cfg = ModernConfig(depth=5, n_layer=3, n_head=12)
-    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (3, 384, 12, 1536)
+    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (3, 384, 12, 1024)
     cfg = ModernConfig()
-    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (4, 128, 4, 512)
-    assert cfg.layers_with_values() == {0, 3}
-    assert cfg.sequences_per_step() is cfg.rate_factor() is None
+    assert (cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_hidden) == (4, 128, 4, 384)
+    assert ModernConfig(value_layers=[0, -1]).layers_with_values() == {0, 3}
+    assert cfg.sequences_per_step() is None
+    assert cfg.rate_factor() == math.sqrt(6)
     assert ModernConfig(depth=12, block_size=1024).sequences_per_step() == 2**19 // 1024
     assert ModernConfig(depth=24, block_size=1024).sequences_per_step() == 2**20 // 1024
     wrong = "model.value_layers=[0, 4] has 4, but model.n_layer=4: use numbers below it"

@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {"n_layer": 2, "n_head": 2, "block_size": 16}
 MODELS = {
     "gpt": GPTConfig(**SHAPE, n_embd=32, bias=True),
     "llama": LlamaConfig(**SHAPE, n_embd=32, n_hidden=96, qk_norm=True),
-    "modern": ModernConfig(**SHAPE, n_embd=32, zero_init=False),
+    "modern": ModernConfig(**SHAPE, n_embd=32, mlp="relu2", embed_norm=True, zero_init=False),
 }
 OPTIMIZERS = {
     "adamw": ["optimizer=adamw"],
@@ -197,7 +197,7 @@ def test_transformers_and_plain_models_compute_the_same(words: list[str], save_r
 
 
 def test_what_cannot_be_folded_is_refused(save_run: SaveRun, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=modern", "model.mlp=swiglu", "model.embed_norm=false", "model.softcap=0", "model.value_layers=[]"]
+    words = ["model=modern", "model.norm_weights=false"]
     save_run(Path("run"), *words, "model.mup=true", "model.mup_base_width=4", text=TEXT)
     assert main(["run=run", "out=folder"]) == 1
     assert "other forms need model.norm_weights=true" in capsys.readouterr().err

@@ -53,7 +53,19 @@ SHAPES: dict[str, TransformerConfig] = {
     "wide gpt": GPTConfig(n_layer=2, n_head=2, n_embd=256, block_size=128, batch_size=4, dropout=0.1),
     "llama": LlamaConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, n_hidden=352, block_size=128, batch_size=4),
     "deep llama": LlamaConfig(n_layer=6, n_head=2, n_embd=64, n_hidden=176, block_size=256, batch_size=2, dropout=0.1),
-    "modern": ModernConfig(n_layer=3, n_head=4, n_embd=128, block_size=128, batch_size=4, ngram_rows=[500]),
+    "modern": ModernConfig(
+        n_layer=3,
+        n_head=4,
+        n_embd=128,
+        block_size=128,
+        batch_size=4,
+        mlp="relu2",
+        norm_weights=False,
+        embed_norm=True,
+        softcap=15.0,
+        value_layers=[0, -1],
+        ngram_rows=[500],
+    ),
     "experts": MoEConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128, batch_size=4, n_shared=1),
 }
 
@@ -246,7 +258,7 @@ def test_passes_in_flight_are_those_of_torchs_schedule(schedule: str, pp: int, r
 
 
 def test_bubbles() -> None:
-    words = ["data=sample", "train.backend=PP", "model.batch_size=8", "model.n_layer=8"]
+    words = ["data=sample", "model=nano", "train.backend=PP", "model.batch_size=8", "model.n_layer=8"]
 
     def idle(*more: str) -> float:
         return bubble(Strategy("PP", compose([*words, *more]), Layout(pp=4, replicate=2)))

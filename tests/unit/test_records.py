@@ -27,6 +27,7 @@ Words = Callable[..., list[str]]
 Say = pytest.CaptureFixture[str]
 SAVING = tuple(
     shlex.split("""
+    model=nano
     train.log_interval=1 train.eval_interval=4 train.checkpoint_interval=3 train.save_best=false
     train.keep_checkpoints=9 train.sample_interval=3 train.sample_tokens=4 model.dropout=0.2
 """)

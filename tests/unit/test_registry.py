@@ -108,7 +108,7 @@ def test_a_part_is_chosen_by_its_dataclass_alone(where: str, make: Make, monkeyp
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.chdir("/")
         project._installed.cache_clear()
-    assert wordrun.compose(["data=sample"]).optimizer.name == "adamw"
+    assert wordrun.compose(["data=sample"]).optimizer.name == "muon"
     assert "my_parts" in sys.modules
     assert "my_rprop" not in sys.modules  # imported when it is chosen
     cfg = wordrun.compose(["data=sample", "optimizer=rprop", "optimizer.eta=0.25"])

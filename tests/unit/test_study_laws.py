@@ -180,5 +180,5 @@ def test_the_hook_measures_the_columns_of_the_study(small: Any, tmp_path: Path) 
     assert found.last("activation/logits") == pytest.approx(float(logits.abs().mean()), rel=1e-5)
     first, last = (x for x in found["change/blocks.0"] if math.isfinite(x))  # one line is the evaluation's
     assert 0 < first < last, "the first step is taken at half the learning rate"
-    with pytest.raises(ConfigError, match=r"needs unsplit layers: use train\.backend=DDP"):
+    with pytest.raises(ConfigError, match=r"compiled blocks: use train\.compile=false"):
         wordrun.Trainer(wordrun.compose([*words[:-1], "train.compile=true"]))

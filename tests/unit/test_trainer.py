@@ -76,6 +76,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory, drawing: Draws) -> tuple[P
     folder = tmp_path_factory.mktemp("learned") / "run"
     words = [
         *shlex.split("""
+        model=nano
         data=sample tracker=jsonl model.n_layer=2 model.n_head=2 model.n_embd=32 model.block_size=16
         model.batch_size=16 optimizer.learning_rate=0.01 optimizer.warmup_iters=10 train.max_iters=250
         train.eval_interval=100 train.eval_iters=8 train.sample_interval=100 train.sample_tokens=40

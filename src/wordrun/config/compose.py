@@ -35,6 +35,7 @@ from wordrun.common.secrets import has_login, is_secret
 from wordrun.common.section import Section
 from wordrun.common.validation import too_large
 from wordrun.config import project, yaml_files
+from wordrun.config.fallbacks import settled
 from wordrun.config.messages import REFUSALS, VALUE, diagnose, name_of, option_names, unknown_option
 from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
@@ -105,13 +106,15 @@ def compose(
         why = "has no effect on a run, which uses only hydra.run.dir and hydra.searchpath of Hydra's settings"
         raise ConfigError("\n".join(f"{override} {why}" for override in unused))
     try:
-        composed = _compose(list(overrides), tree)
+        overrides, composed, replaced = settled(overrides, partial(_compose, tree=tree))
     except REFUSALS as error:
         problems, others, refused = diagnose(list(overrides), partial(_compose, tree=tree), error)
         # ``others`` has the default in place of a rejected group, so problems with that group would mislead.
         about = re.compile(rf"\b({'|'.join(refused)})=" if refused else "(?!)")
         problems += [problem for problem in _problems_of(others, ranks, per_node) if not about.search(problem)]
         raise ConfigError("\n".join(problems)) from None
+    if replaced:
+        LOGGER.warning("%s", replaced)
     # A resumed run stays in its directory unless another one is given.
     stays = checked and not any(name_of(override) == "hydra.run.dir" for override in overrides)
     run_dir = _run_to_continue(composed) if stays else None
@@ -248,7 +251,7 @@ def register() -> None:
             name, lambda: os.environ.get("WORDRUN_RUN_ID") or new_run_id(), replace=True, use_cache=is_kept
         )
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
-    OmegaConf.register_new_resolver("by_depth", by_depth, replace=True)
+    OmegaConf.register_new_resolver("by_width", by_width, replace=True)
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # once only: storing takes a seventh of the time of composing
         # The base class: Hydra merges the options of any tokenizer into it, but not into those of tokenizer=char.
@@ -263,8 +266,8 @@ def register() -> None:
             store.store(group="train.backend", name=spelling, package="_global_", node=content)
 
 
-def by_depth(rate: float, otherwise: float | None, *, _root_: DictConfig) -> float | None:
-    """Return ``rate``, meant for n_embd=768, scaled to the width of model.depth; ``otherwise`` if depth is not set."""
+def by_width(rate: float, otherwise: float, *, _root_: DictConfig) -> float:
+    """Return ``rate``, meant for n_embd=768, scaled to the model's width; ``otherwise`` if the model does not scale."""
     model = OmegaConf.to_object(_root_.model)
     factor = model.rate_factor() if isinstance(model, ModelConfig) else None
     return otherwise if factor is None else rate * factor
@@ -322,8 +325,14 @@ def _compose_once(overrides: list[str], tree: Tree) -> DictConfig:
 
 
 def typed(overrides: Sequence[str], point: Sequence[str], tree: Tree) -> list[str]:
-    """Return the ``overrides`` of a sweep as Hydra reads them without loss; ``point``: those of one of its points."""
-    return as_typed(searched(overrides, tree.extra_dir), _compose(list(point), tree))
+    """Return the ``overrides`` of a sweep as Hydra reads them without loss; ``point``: those of its first point.
+
+    What the first point needs instead of the default model and optimizer replaces them in all points.
+    """
+    words, composed, _ = settled(point, partial(_compose, tree=tree))
+    kept = [override for override in overrides if override in words or override not in point]
+    added = [word for word in words if word not in point]
+    return as_typed(searched([*added, *kept], tree.extra_dir), composed)
 
 
 def searched(overrides: Sequence[str], extra_dir: str | None) -> list[str]:
@@ -374,7 +383,7 @@ def _undeclared(composed: DictConfig) -> Iterator[str]:
 
 def shown(overrides: Sequence[str], tree: Tree, package: str | None, *, resolve: bool) -> str:
     """Return the composed tree, or the ``package`` of it, as Hydra's --cfg job prints it."""
-    composed = _compose([renamed(override) for override in overrides], tree)
+    composed = settled([renamed(override) for override in overrides], partial(_compose, tree=tree)).composed
     HydraConfig.instance().set_config(composed)
     with open_dict(composed):
         composed.pop("hydra")

@@ -282,7 +282,7 @@ class LlamaConfig(TransformerConfig):
                 f"model.head_size={self.head_size} is odd, and the rotary embedding pairs the elements of a head: "
                 f"use model.head_size={self.head_size + 1}"
             )
-        elif self.head_size is None and self.n_embd // self.n_head % 2:
+        elif self.head_size is None and self.n_embd % self.n_head == 0 and self.n_embd // self.n_head % 2:
             yield (
                 f"model.n_embd={self.n_embd} and model.n_head={self.n_head} make heads of {self.n_embd // self.n_head} "
                 f"elements, which the rotary embedding cannot pair: use model.n_embd={self.n_embd + self.n_head}"
@@ -367,15 +367,15 @@ class MoEConfig(LlamaConfig):
 
 @dataclass
 class ModernConfig(LlamaConfig):
-    """A GPT with rotary embedding, QK norm, squared ReLU, value embeddings and more; depth alone sizes it."""
+    """Qwen3's architecture (rotary embedding, QK norm, SwiGLU) with projections that start at zero, and with more
+    options; depth alone sizes it."""
 
     name: str = "modern"
     """Name of the preset; part of the run directory."""
     depth: int | None = None
     """Number of blocks. As in nanochat, it also sets these options, unless they are set explicitly: n_embd = 64 depth
     (rounded up to a multiple of 128), heads of 128 elements, a batch of 2^19 (depth / 12)^1.15 tokens (rounded to a
-    power of two, then to whole micro-steps), and with optimizer=muon learning rates of 0.004 sqrt(768 / n_embd). null:
-    4 blocks, 4 heads, n_embd=128."""
+    power of two, then to whole micro-steps). null: 4 blocks, 4 heads, n_embd=128."""
     n_layer: int = 0
     """Number of transformer blocks; 0: depth."""
     n_head: int = 0
@@ -383,24 +383,27 @@ class ModernConfig(LlamaConfig):
     n_embd: int = 0
     """Width of the residual stream; 0: from depth."""
     n_hidden: int = 0
-    """Hidden size of the MLP; 0: 4 n_embd."""
-    mlp: str = "relu2"
-    """Activation in the MLP: relu2 (the square of ReLU), gelu, or swiglu (gated as in LLaMA, with 50 % more weights for
-    the same n_hidden)."""
+    """Hidden size of the MLP; 0: 4 n_embd, and for swiglu, which has three matrices, 8/3 n_embd rounded up to a
+    multiple of 64."""
+    mlp: str = "swiglu"
+    """Activation in the MLP: swiglu (gated as in LLaMA), relu2 (the square of ReLU) or gelu."""
     qk_norm: bool = True
-    """Normalize each query and key head."""
-    norm_weights: bool = False
+    """Normalize each query and key head; larger models then train stably at higher learning rates (Wortsman et al.
+    2023)."""
+    norm_weights: bool = True
     """Whether norms have weights."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
-    embed_norm: bool = True
+    embed_norm: bool = False
     """Normalize the embedding, the input of the first block."""
     zero_init: bool = True
-    """Start with projections into the residual stream, and an untied output layer, of zeros."""
-    softcap: float = 15.0
+    """Start with projections into the residual stream, and an untied output layer, of zeros; the output layer's lets
+    learning rates carry over to wider models (Yang et al. 2022)."""
+    softcap: float = 0.0
     """Bound of the logits: z becomes softcap tanh(z / softcap); 0: none."""
-    value_layers: list[int] = field(default_factory=lambda: [0, -1])
-    """Blocks with value embeddings, a vector of each token that is added to its values; -1: the last block."""
+    value_layers: list[int] = field(default_factory=list)
+    """Blocks with value embeddings, a vector of each token that is added to its values; -1: the last block; []:
+    none."""
     ngram_rows: list[int] = field(default_factory=list)
     """Rows of n-gram embeddings, of the last 2, 3, ... tokens together, which are added to the token's: [1000, 2000]
     for 2 and 3 tokens; a hash assigns the rows; []: none."""
@@ -415,11 +418,14 @@ class ModernConfig(LlamaConfig):
             if self.mup and self.mup_base_head_size is None:  # the size is the same at every depth
                 self.mup_base_head_size = self.n_embd // self.n_head
         self.n_head = self.n_head or 4
-        self.n_hidden = self.n_hidden or 4 * self.n_embd
+        self.n_hidden = self.n_hidden or self._usual_hidden()
+
+    def _usual_hidden(self) -> int:
+        return 64 * math.ceil(self.n_embd / 24) if self.mlp == "swiglu" else 4 * self.n_embd
 
     def hidden_at(self, width: int) -> int | None:
         """Return n_hidden for another n_embd; None if it is the default for n_embd."""
-        return None if self.n_hidden == 4 * self.n_embd else super().hidden_at(width)
+        return None if self.n_hidden == self._usual_hidden() else super().hidden_at(width)
 
     def problems(self) -> Iterable[str]:
         yield from super().problems()
@@ -448,8 +454,8 @@ class ModernConfig(LlamaConfig):
         return max(1, tokens // self.block_size)
 
     def rate_factor(self) -> float | None:
-        """Return the factor of this depth's learning rates over those for n_embd=768; with muP, for the base width."""
-        return math.sqrt(768 / self.base_width()) if self._sized and self.base_width() > 0 else None
+        """Return the factor of the learning rates over those for n_embd=768; with muP, for the base width."""
+        return math.sqrt(768 / self.base_width()) if self.base_width() > 0 else None
 
     @property
     def _sized(self) -> bool:

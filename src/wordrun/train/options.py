@@ -113,7 +113,7 @@ class TrainConfig(Section):
     float8: str = "none"
     """Multiply in float8 in the linear layers of the blocks, with train.dtype=bf16: none, tensorwise (one scale per
     matrix) or rowwise (one per row); for NVIDIA GPUs of the Ada (rowwise: Hopper) generation or later."""
-    compile: bool | str = False
+    compile: bool | str = "auto"
     """Compile the model with torch.compile: faster steps, up to minutes of extra startup time. auto: time some steps
     without and with it and keep the faster, if enough of the run is left for that to pay off."""
     compile_scope: str = "blocks"
@@ -234,7 +234,7 @@ class TrainConfig(Section):
         for is_conflict, other, reason in (
             (self.activation_checkpointing != "none", "activation_checkpointing", "recomputes what this would keep"),
             (self.memory_budget_gb is not None, "memory_budget_gb", "estimates recomputation, not offloading"),
-            (self.compile is not False, "compile", "leaves to the compiler what is saved"),
+            (self.compile is True, "compile", "leaves to the compiler what is saved"),
             (self.device == "cpu", "device", "has no other memory"),
         ):
             if self.activation_offload and is_conflict:

@@ -30,11 +30,11 @@ class Coordinates(Hook):
         """Check that each rank has complete activations.
 
         Raises:
-            ConfigError: the model is divided or compiled, or is not one of wordrun's transformers.
+            ConfigError: the model is divided, or is not one of wordrun's transformers.
         """
         cfg = trainer.cfg
-        if math.prod((trainer.layout.cp, trainer.layout.tp, trainer.layout.pp)) > 1 or cfg.train.compile:
-            raise ConfigError("hooks=[coordinates] needs unsplit layers: use train.backend=DDP and train.compile=false")
+        if math.prod((trainer.layout.cp, trainer.layout.tp, trainer.layout.pp)) > 1:
+            raise ConfigError("hooks=[coordinates] needs unsplit layers: use train.backend=DDP")
         if not isinstance(trainer.backend.parts[0], Transformer):
             raise ConfigError(f"hooks=[coordinates] is for transformers, which model={cfg.model.name} is not")
         self._first = self._activations(trainer)

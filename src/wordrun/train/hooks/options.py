@@ -115,6 +115,10 @@ class CoordinatesConfig(HookConfig):
     def problems(self) -> Iterable[str]:
         return positive("hooks.coordinates", self, "interval")
 
+    def conflicts(self, cfg: Any) -> Iterable[str]:
+        if cfg.train.compile is True:
+            yield "hooks=[coordinates] cannot read activations inside compiled blocks: use train.compile=false"
+
 
 @dataclass
 class SpikesConfig(HookConfig):
