@@ -293,7 +293,7 @@ def rows(bench: Bench) -> None:
     for name, options in every.items():
         try:
             cfg = wordrun.compose(options)
-            flops = meta_model(cfg.transformer, PADDED).flops_per_token() if "modern" in name else 0
+            flops = (meta_model(cfg.transformer, PADDED).flops_per_token() or 0) if "modern" in name else 0
             done = train_wordrun(bench, "row", options, steps, interval, limit=60)
             batch, gas = cfg.transformer.batch_size, cfg.optimizer.gas or 1
             add_trained(bench, "rows", name, batch, gas, [done], flops)

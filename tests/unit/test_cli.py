@@ -87,7 +87,8 @@ def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytes
         section = "tracker.wandb" if node is WandbConfig else section
         flat = " ".join(text.split())  # long texts are wrapped
         for field in fields(node):
-            assert re.search(rf" {section}\.{field.name}=\S+ {re.escape(' '.join(docs[field.name].split()))}", flat)
+            meaning = re.escape(" ".join(docs[field.name].split()))
+            assert re.search(rf" {section}\.{field.name}=(\[.*?\]|\S+) {meaning}", flat)
     assert set(LEGEND) <= set(printed("--help", "metrics").split())
     hooks = printed("--help", "hooks")
     assert "hooks.early_stop.patience=" in hooks

@@ -1,4 +1,4 @@
-"""What replaces the default model and its optimizer where a command line asks for something that they lack."""
+"""What replaces the default model, optimizer and schedule where a command line asks for something that they lack."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Settled(NamedTuple):
 
 def settled(overrides: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> Settled:
     """Return the ``overrides`` with replacements where they need them, and what ``compose`` returns for these."""
-    words, about_model = _with_model(list(overrides), compose)
+    constant = "optimizer.decay_lr=false" in overrides and "schedule" not in map(name_of, overrides)
+    words, about_model = _with_model([*["schedule=constant"] * constant, *overrides], compose)
     composed = compose(words)
     if not (about_optimizer := _needs_optimizer(words, composed)):
         return Settled(words, composed, about_model)
