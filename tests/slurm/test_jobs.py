@@ -199,6 +199,32 @@ def test_a_job_that_has_saved_starts_itself_again_unless_it_was_cancelled(cluste
     assert "saved: " not in outs[1].read_text()
 
 
+def test_jobs_that_would_run_again_for_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """The second job of a chain whose first has ended with 0, and a program that always asks to be requeued."""
+
+    def submitted(name: str, *words: str) -> list[Path]:
+        got = cluster.run(
+            "launch", "--submit", "-n", "1", "--walltime", "0:10:00", "--job-name", name, *words, PATH=PATH
+        )
+        assert got.returncode == 0, got.stderr
+        jobs = re.findall(r"^submitted (.*) \(site", got.stdout)[0].split(" then ")
+        return [tmp_path / f"{name}-{job}.out" for job in jobs]
+
+    first, second = submitted("done", "--chain", "2", "--", "echo", "has run")
+    (saves,) = submitted("saves", "--", "sh", "-c", "exit 75")
+    cluster.wait_idle(120)
+    assert "has run" in first.read_text()
+    assert second.read_text().startswith(
+        "nothing to do: an earlier job of the chain ended with 0 (to run it again, remove "
+    )
+    assert "has run" not in second.read_text()
+    text = saves.read_text()
+    assert text.count("saved: SLURM requeues this job") == 3
+    assert re.search(
+        r"launch: start 4 of this job asks to be requeued \(exit status 75\) without progress: it ended", text
+    )
+
+
 @pytest.mark.forked_programs
 @pytest.mark.parametrize(("ranks", "layout"), [("4", [2, 2]), ("5", [3, 2])])
 def test_ranks_lie_on_the_nodes_evenly(cluster: Cluster, tmp_path: Path, ranks: str, layout: list[int]) -> None:

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from wordrun.launch.site import UNKNOWN
 from wordrun.launch.submit import SubmitError, commands, submit, write
 from wordrun.launch.walltime import default_margin, seconds
 
-ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh")
+ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh", "/p/my runs/gpt.finished")
 RUN_ID = "20260102-030405-abcd"
 LAUNCH = str(Path(sys.prefix) / "bin" / "launch")
 
@@ -108,6 +109,11 @@ def test_perlmutter() -> None:
 #SBATCH --open-mode=append
 #SBATCH --output=gpt-%j.out
 
+finished='/p/my runs/gpt.finished'
+if [ -e "$finished" ]; then
+  echo "nothing to do: an earlier job of the chain ended with 0 (to run it again, remove $finished)"
+  exit 0
+fi
 cd '/p/my runs' || exit
 module load pytorch/2.8.0
 source /repo/bin/setup.sh && setup_python && setup_job -N 2 || exit
@@ -121,7 +127,9 @@ status=$?
 if [ "$status" -eq 75 ] && [ -z "${ending-}" ]; then
   echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"
   status=0
+  saved=yes
 fi
+[ -n "${saved-}" ] || [ "$status" -ne 0 ] || : >"$finished"
 exit "$status"
 """
     )
@@ -386,6 +394,8 @@ ENDINGS = {
     "slurm, failed": ("slurm", 1, "exit 1", 1, ""),
     "slurm, cancelled": ("slurm", 1, "kill $PPID; exit 75", 75, ""),
     "a link that has saved": ("slurm", 3, "exit 75", 0, ""),
+    "a link that has finished": ("slurm", 3, "exit 0", 0, ""),
+    "pbs, a link that has finished": ("pbs", 3, "exit 0", 0, ""),
     "a link that has failed": ("slurm", 3, "exit 3", 3, ""),
     "a link that was cancelled": ("slurm", 3, "kill $PPID; exit 75", 75, ""),
     "pbs, saved": ("pbs", 1, "exit 75", 75, ""),
@@ -398,10 +408,22 @@ def test_how_a_job_script_ends(tmp_path: Path, scheduler: str, chain: int, ranks
     program(tmp_path, "launch", f'echo "$WORDRUN_RUN_ID $WORDRUN_RESUME"; {ranks}')
     program(tmp_path, "scontrol", 'echo "$*" > asked')
     options = parse(["--submit", "--walltime", "1:00:00", "--chain", str(chain), "--", "wordrun"])
-    text = script(options, UNKNOWN, SCHEDULERS[scheduler], Origin(str(tmp_path), str(tmp_path), ""), RUN_ID)
+    origin = Origin(str(tmp_path), str(tmp_path), "", str(tmp_path / "my job.finished"))
+    text = script(options, UNKNOWN, SCHEDULERS[scheduler], origin, RUN_ID)
     text = text.replace(f"export PATH={tmp_path}/bin:", f"export PATH={tmp_path}:")
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": "7"})
+    run = partial(subprocess.run, capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": "7"})
+    done = run(["bash", "-c", text])
     assert done.returncode == status, done.stderr
+    if chain > 1 and ranks == "exit 0":  # then the next job of the chain does nothing
+        again = run(["bash", "-c", text])
+        assert again.returncode == 0
+        file = tmp_path / "my job.finished"
+        assert (
+            again.stdout
+            == f"nothing to do: an earlier job of the chain ended with 0 (to run it again, remove {file})\n"
+        )
+    else:
+        assert not (tmp_path / "my job.finished").exists()
     assert done.stdout.startswith(f"{RUN_ID} auto\n")
     assert ("saved:" in done.stdout) == (ranks == "exit 75")
     assert ((tmp_path / "asked").read_text().strip() if asked else "") == asked
@@ -615,7 +637,9 @@ def test_json_for_scripts(tmp_path: Path) -> None:
     assert dry["commands"] == [["qsub", dry["path"]], ["qsub", "-W", "depend=afterany:JOB1", dry["path"]]]
     assert real["jobs"] == ["1.server", "2.server"]
     assert [shlex.join(words[1:]) for words in real["commands"]] == (tmp_path / "calls").read_text().splitlines()
-    assert (tmp_path / real["path"]).read_text() == real["script"] == dry["script"]
+    assert (tmp_path / real["path"]).read_text() == real["script"]
+    names = [str(Path(each["path"]).with_suffix("")) for each in got]  # by the time of submission
+    assert real["script"] == dry["script"].replace(*names)
 
 
 @pytest.mark.parametrize("name", ["outputs", "outputs/jobs"])

@@ -80,7 +80,10 @@ def _launch(options: Options) -> int:
     if options.dry_run:
         print(dry_run.dry_run(plan, as_json=options.json))
         return 0
-    status = _run(options, plan)
+    from wordrun.launch.retries import Progress
+
+    progress = Progress(plan)
+    status = progress.checked(_run(options, plan))
     what, _, command = record.how_to_continue(plan, status).partition("\n")
     say(what)
     if command:

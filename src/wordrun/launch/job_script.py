@@ -32,6 +32,8 @@ class Origin:
     """The Python environment with wordrun."""
     setup: str
     """The repository's bin/setup.sh; empty: there is none."""
+    finished: str = ""
+    """The file that a job of a chain creates after its command has ended with 0: then the later jobs do nothing."""
     snapshot: CodeSnapshot | None = None
     """The copy of the code to run; None: the original."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +63,9 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         f"# {' '.join(site.description.split()) if site.name else 'an unknown cluster'}; written by launch --submit",
         *(f"{scheduler.directive} {directive}" for directive in scheduler.directives(options, site)),
         "",
+    ]
+    first = len(lines)
+    lines += [
         f"cd {shlex.quote(origin.snapshot.cwd if origin.snapshot else origin.cwd)} || exit",
     ]
     # Exit statuses of module commands are unreliable; setup_python checks that they took effect.
@@ -75,7 +80,17 @@ def script(options: Options, site: Site, scheduler: Scheduler, origin: Origin, r
         lines += [f"export PYTHONPATH={path}"] * bool(origin.snapshot.path)
         lines.append(f"export WORDRUN_CODE={shlex.quote(origin.snapshot.record)}")
     lines += [f"export WORDRUN_RUN_ID={shlex.quote(run_id)}", "export WORDRUN_RESUME=auto"]
-    return "\n".join([*lines, "", *_ending(options, scheduler), ""])
+    end = _ending(options, scheduler)
+    if options.chain > 1:
+        lines[first:first] = [
+            f"finished={shlex.quote(origin.finished)}",
+            'if [ -e "$finished" ]; then',
+            '  echo "nothing to do: an earlier job of the chain ended with 0 (to run it again, remove $finished)"',
+            "  exit 0",
+            "fi",
+        ]
+        end.insert(-1, '[ -n "${saved-}" ] || [ "$status" -ne 0 ] || : >"$finished"')
+    return "\n".join([*lines, "", *end, ""])
 
 
 def _carried(origin: Origin) -> list[str]:
@@ -112,7 +127,7 @@ def _ending(options: Options, scheduler: Scheduler) -> list[str]:
     else:
         run = inner(options, scheduler)
     echo = 'echo "saved: the next job of the chain resumes the run (after the last one, submit this script again)"'
-    continuing = (echo, "status=0") if options.chain > 1 else scheduler.continuing
+    continuing = (echo, "status=0", "saved=yes") if options.chain > 1 else scheduler.continuing
     return [
         f"# {scheduler.canceller} and the time limit signal this shell too: then the ranks save, and the job is over",
         "trap 'ending=yes' TERM",

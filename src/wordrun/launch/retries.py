@@ -13,10 +13,14 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wordrun.common.errors import REQUEUE
 from wordrun.launch.launchers import LAUNCHERS
+from wordrun.launch.messages import say
+
+if TYPE_CHECKING:
+    from wordrun.launch.plan import LaunchPlan
 
 KILLERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 """Signals that may kill a rank through no fault of its program, so that a relaunch may succeed."""
@@ -27,6 +31,10 @@ PATTERNS: tuple[tuple[str, str, int], ...] = (
     (r"CXI alloc failed on cxi\d+", "an earlier job has not yet released the fabric's resources", 0),
     (r"address already in use|EADDRINUSE", "the port was taken in the meantime", 0),
 )
+MOST_RESTARTS = 3
+"""Restarts of a job after which it is not requeued if its last start made no progress."""
+LEAST_S = 60
+"""A start that is shorter, in seconds, made no progress, unless it logged a step."""
 TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 # The end of metrics.jsonl in which the last step is looked for [bytes].
 METRICS_BYTES = 65536
@@ -146,6 +154,33 @@ def last_step(record: str) -> int | None:
     except OSError:
         return None
     return int(steps[-1]) if steps else None
+
+
+class Progress:
+    """Ends a job that its scheduler would restart for ever: its ranks ask for it at each start, but do nothing else.
+
+    Training makes progress if it logs a further step, any other program if it runs for ``LEAST_S`` seconds.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self.restarts, self.record = plan.job.restarts, plan.env["WORDRUN_LAUNCH_RECORD"]
+        first = os.path.join(
+            plan.decided.folder, f"{plan.decided.run.run_id}.json"
+        )  # the record of the job's first start
+        self.before, self.began = last_step(first), time.monotonic()
+
+    def checked(self, status: int) -> int:
+        """Return the exit status of a launch whose ranks ended with ``status``; 1 instead of 75 without progress."""
+        seconds, step = time.monotonic() - self.began, last_step(self.record)
+        idle = seconds < LEAST_S if step is None else step == self.before
+        if status != REQUEUE or self.restarts < MOST_RESTARTS or not idle:
+            return status
+        made = f"it ended after {seconds:.0f} s" if step is None else f"the run is still at step {step}"
+        say(
+            f"start {self.restarts + 1} of this job asks to be requeued (exit status {REQUEUE}) without progress: "
+            f"{made}. The job ends with 1, so that it is not requeued again"
+        )
+        return 1
 
 
 def reported_fault(lines: Iterable[str], status: int) -> Fault | None:

@@ -148,12 +148,19 @@ def send(options: Options, run_id: str = "", snapshot: CodeSnapshot | None = Non
     own = site_files.own_file(options.site or site.name, os.environ)
     options = replace(options, site=own or options.site)
     setup = os.path.join(checkout(), "bin", "setup.sh") if checkout() else ""
-    origin = Origin(os.getcwd(), sys.prefix, setup if os.path.isfile(setup) else "", snapshot, os.environ)
+    name = job_path(options.job_name)
+    origin = Origin(
+        os.getcwd(),
+        sys.prefix,
+        setup if os.path.isfile(setup) else "",
+        os.path.abspath(f"{name}.finished"),
+        snapshot,
+        os.environ,
+    )
     warning = "" if run_id else limits.doubt(options, site)  # a sweep has warned once for all its points
     run_id = run_id or exported_id(os.environ) or new_run_id()
     text = script(options, site, scheduler, origin, run_id)
     say(warning)
-    name = job_path(options.job_name)
     if not options.dry_run:
         write(f"{name}.sh", text)
         if not (options.no_freeze or snapshot):
