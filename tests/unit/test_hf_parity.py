@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from wordrun import model as models
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.model import pretrained
+from wordrun.model.construction import materialize, new_model, settled_options
 from wordrun.model.huggingface import huggingface_config, match, to_huggingface, to_ours
-from wordrun.model.options import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
+from wordrun.model.options import GPTConfig, HFConfig, LlamaConfig, MoEConfig, TransformerConfig
 
 V = 61
 SHAPES: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 48}
@@ -220,3 +221,74 @@ def test_what_transformers_mixtures_lack_is_not_exported() -> None:
         huggingface_config(replace(EXPERTS, n_shared=1, window=11), V)
     with pytest.raises(UserError, match=r"only a model with model\.normalize_weights=true can be exported as Mixtral"):
         huggingface_config(replace(MIXTRAL, normalize_weights=False), V)
+
+
+# model=hf: what cannot be trained, in one message with its remedy; tests/dist/test_hf.py trains what can be.
+
+TINY = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+BAD = {
+    "a name without a network": (None, {}, "hf download who/what --local-dir DIR; then use model.path=DIR"),
+    "no config.json": ({}, {}, r"config.json cannot be read"),
+    "a sequence-to-sequence model": ({"model_type": "t5"}, {}, "maps one sequence to another"),
+    "a vision-language model": (
+        {"model_type": "llava", "vision_config": {"hidden_size": 768}},
+        {},
+        "not for text alone",
+    ),
+    "no causal language model": ({"model_type": "vit"}, {}, "is not a causal language model of transformers"),
+    "an unknown type": ({"model_type": "what"}, {}, "knows no model_type=what: install a newer version"),
+    "quantized weights": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+        {},
+        r"use the original model, or write one with model.dequantize\(\).save_pretrained",
+    ),
+    "code": (
+        {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Net"}},
+        {},
+        r"Python code \(mine.Net\).*model.trust_remote_code=true runs it, or \+model.config.auto_map=null",
+    ),
+    "too few tokens": ({"model_type": "llama", **TINY}, {"vocab_size": 99}, r"\+model.config.vocab_size=99"),
+    "too few positions": (
+        {"model_type": "llama", **TINY, "max_position_embeddings": 8},
+        {},
+        "use model.block_size=8",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_trained_is_one_message(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, options, message = BAD[what]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if facts:
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+    path = "who/what" if facts is None else str(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        new_model(settled_options(HFConfig(path=path, block_size=16)), vocab_size=options.get("vocab_size", V))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_from_its_config_is_initialized_by_the_librarys_rules(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **TINY}))
+    cfg = settled_options(HFConfig(path=str(tmp_path), config={"num_hidden_layers": 2, "initializer_range": 0.5}))
+    model = new_model(cfg, vocab_size=V)
+    assert model.own_weights() is None
+    assert [*model.named_blocks()] == ["net.model.layers.0", "net.model.layers.1"]
+    assert len(model.matrices()) == 14
+    assert all(name.startswith("net.model.layers.") for name in model.matrices())
+    made, again = (materialize(new_model(cfg, vocab_size=V), 7, "cpu") for _ in range(2))
+    for (name, p), q in zip(made.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert p.detach().std() == pytest.approx(0.5 if p.dim() == 2 else 0, rel=0.2), name
+    first, second = (made.get_parameter(f"net.model.layers.{n}.mlp.up_proj.weight") for n in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_a_frequency_table_is_not_lost_when_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **TINY}))
+    cfg = settled_options(HFConfig(path=str(tmp_path)))
+    made, loaded = materialize(new_model(cfg, vocab_size=V), 7, "cpu"), new_model(cfg, vocab_size=V)
+    loaded.load_state_dict(made.state_dict(), assign=True)
+    loaded.fill_buffers(torch.device("cpu"))
+    tokens = torch.arange(16)[None]
+    assert torch.equal(loaded.eval()(tokens), made.eval()(tokens))

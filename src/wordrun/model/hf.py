@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.dist.collectives import all_mean
 from wordrun.model.base import LazyWeights
 from wordrun.model.options import HFConfig
 from wordrun.model.output_layer import cross_entropy
@@ -38,7 +42,7 @@ class HFModel(PlainModel):
         ConfigError: the library has no such model, or its vocabulary is too small.
     """
 
-    uses = ("tokens", "targets", "scale")
+    uses: tuple[str, ...] = ("tokens", "targets", "scale")
     computes_losses_in_fp32 = True
     has_huggingface_format = True
 
@@ -62,6 +66,14 @@ class HFModel(PlainModel):
         self.net = _library().AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=cfg.trust_remote_code
         )
+        if not self.net._is_stateful and "position_ids" in inspect.signature(self.net.forward).parameters:
+            self.uses = (*HFModel.uses, "documents")
+        self.balance = 0.0
+        """Coefficient of the loss that balances experts; 0: there is none."""
+        if getattr(config, "output_router_logits", False):
+            self.balance = float(config.router_aux_loss_coef)
+        self._routed: Sequence[Tensor] = ()
+        self._passes, self._keeps_apart = 0, False
         self.blocks = nn.ModuleDict()
         self._block_names = _blocks(self.net)
         self._blocks: dict[str, nn.Module] = {}
@@ -95,14 +107,76 @@ class HFModel(PlainModel):
         shapes = {name: p.dim() for name, p in self.named_parameters()}
         return {name: rows for name, rows in super().matrices().items() if shapes[name] == 2}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, T, V) for ``tokens`` (B, T)."""
-        return self.net(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the logits (B, T, V) for ``tokens`` (B, T).
+
+        Args:
+            tokens: token ids.
+            documents: the document number of each token, (B, T), if documents must not affect each other.
+        """
+        more = {}
+        if documents is not None:  # the library separates documents where positions restart
+            at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+            more["position_ids"] = at - torch.where(starts, at, 0).cummax(1).values
+        found = self.net(input_ids=tokens, use_cache=False, **more)
+        self._routed = found.router_logits if self.balance and self.training else ()
+        return found.logits  # type: ignore[no-any-return]
 
     def losses(self, batch: Any) -> Tensor:
         """Return the mean cross entropy of each sequence of ``batch`` in nats per token, (B,)."""
-        losses = cross_entropy(self(batch.tokens), batch.targets)
-        return losses if batch.scale is None else losses * batch.scale
+        given = {}
+        if batch.documents is not None:
+            given["documents"] = batch.documents
+            self._check_documents(batch.tokens)
+        losses = cross_entropy(self(batch.tokens, **given), batch.targets)
+        losses = losses if batch.scale is None else losses * batch.scale
+        return losses + self._balancing() if self._routed and torch.is_grad_enabled() else losses
+
+    @torch.no_grad()
+    def _check_documents(self, tokens: Tensor) -> None:
+        """Before the first batch of documents, check that the first half of ``tokens`` does not affect the second.
+
+        Raises:
+            ConfigError: the library's model ignores where positions restart.
+        """
+        if self._keeps_apart:
+            return
+        training, half = self.training, tokens.shape[1] // 2
+        documents = (torch.arange(tokens.shape[1], device=tokens.device) >= half).long().expand_as(tokens)
+        others = torch.cat([tokens[:, :half].roll(1, 1).flip(0), tokens[:, half:]], 1)
+        self.eval()
+        first, second = (self(each, documents=documents)[:, half:].float() for each in (tokens, others))
+        self.train(training)
+        self._keeps_apart = bool((first - second).abs().max() <= 1e-3 * first.abs().max())
+        if not self._keeps_apart:
+            raise ConfigError(
+                f"model.path={self.cfg.path}: this model of transformers does not keep documents in a sequence apart: "
+                "use data.mask_documents=false"
+            )
+
+    def _balancing(self) -> Tensor:
+        """Return the loss that balances the experts, as the library computes it in one process.
+
+        It is a product of two means over the batch, of the chosen experts and of the chances, so that the first is
+        taken over all ranks.
+        """
+        self._passes += 1
+        if self._passes > 1:
+            raise ConfigError(
+                f"model.path={self.cfg.path}: with output_router_logits=true in config.json, experts are balanced over "
+                "the complete batch, so that a step must be one micro-step: use optimizer.gas=1 with a larger "
+                "model.batch_size, or +model.config.output_router_logits=false"
+            )
+        logits, self._routed = torch.cat([each.flatten(0, -2) for each in self._routed]), ()
+        chances, experts = logits.softmax(-1).float(), logits.shape[-1]
+        chosen = chances.detach().topk(self.net.config.num_experts_per_tok).indices
+        shares = all_mean(F.one_hot(chosen, experts).sum(1).float().mean(0))
+        return self.balance * experts * (shares * chances.mean(0)).sum()
+
+    def complete_step(self, add_up: Callable[[Tensor], None]) -> None:
+        """Begin a new step."""
+        self._passes = 0
 
     # Initial values: the library's own, drawn for each block (and for the rest) from a generator of its own, so that
     # every layout draws the same ones, and no rank holds more than a block and its shards.
@@ -313,7 +387,9 @@ def library_config(cfg: HFConfig) -> Any:
         if code:
             config = library.AutoConfig.from_pretrained(cfg.path, trust_remote_code=True, **facts)
         elif known:
-            config = library.AutoConfig.for_model(kind).from_dict(facts)
+            with tempfile.TemporaryDirectory() as folder:  # the library reads only files as it should
+                Path(folder, "config.json").write_text(json.dumps(facts), encoding="utf-8")
+                config = library.AutoConfig.from_pretrained(folder)
         else:
             raise ConfigError(
                 f"{where}: transformers {library.__version__} knows no model_type={kind}: install a newer version, or "

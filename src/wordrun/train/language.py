@@ -19,7 +19,7 @@ from wordrun.backend.base import Backend
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import LOGGER
-from wordrun.config.registry import refuse_own_model
+from wordrun.config.registry import part_of, refuse_own_model
 from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
@@ -150,6 +150,11 @@ class LanguageTask(Task):
             raise ConfigError(f"{name}.uses={uses!r} should be a tuple of fields of a batch: {', '.join(FIELDS)}")
         needed = {"documents": data.mask_documents, "scale": data.kind == "pairs"}
         if undeclared := [field for field, need in needed.items() if need and field not in uses]:
+            if undeclared == ["documents"] and not part_of("model", self.cfg.model).origin:
+                raise ConfigError(
+                    f"model={self.cfg.model.name}: this model does not keep documents in a sequence apart, as "
+                    f"data={data.name} asks: use data.mask_documents=false"
+                )
             option = " with data.mask_documents=true" if data.mask_documents else ""
             raise ConfigError(
                 f"model={self.cfg.model.name} cannot be trained on data={data.name}{option}: {name} does not declare "
