@@ -230,7 +230,7 @@ def test_families_train_load_resume_and_export_like_a_plain_loop(
         expected[folder.name] = plain(folder, tokens, alone.optimizer)
     found, resumed = ran(ranks, 2, two), ran(ranks, 1, one)
     for name, (losses, first) in expected.items():
-        assert abs(losses[-1] / losses[0] - 1) > 0.01, name
+        assert abs(losses[-1] / losses[0] - 1) > 1e-3, name  # the steps matter
         for backend in LAYOUTS:
             assert found[f"{name}-{backend}"] == pytest.approx(losses, rel=1e-5), (name, backend)
             torch.testing.assert_close(torch.load(f"logits-{name}-{backend}.pt")[0], first, rtol=1e-4, atol=1e-5)
