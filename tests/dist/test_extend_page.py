@@ -19,6 +19,7 @@ pytestmark = pytest.mark.forked_programs
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "\n".join(page.read_text() for page in (DOCS / "extend.md", *sorted(DOCS.glob("extend/*.md"))))
 FILES = dict(re.findall(r"`((?:mine|conf)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+FILES |= {f"mine/{file.name}": file.read_text() for file in DOCS.parent.glob("examples/parts/mine/*.py")}
 MOST = {
     "squared": 40,
     "bigram": 40,
