@@ -14,8 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extend_launch.md").read_text()
+FILES = [
+    (f"src/wordrun/launch/{kind}/flux.py", (ROOT / f"examples/flux/{kind}/flux.py").read_text())
+    for kind in ("launchers", "schedulers")
+]
 # The last path that is named before each block.
-BLOCKS = re.findall(r"`(src/[\w/.]+)`(?:(?!`src/)(?!```).)*```\w+\n(.*?)```", PAGE, re.DOTALL)
+ON_PAGE = re.findall(r"`(src/[\w/.]+)`(?:(?!`src/)(?!```).)*```\w+\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = [FILES[0], *ON_PAGE[:3], FILES[1], *ON_PAGE[3:]]
 # What stands after an addition, for files that exist.
 BEFORE = {
     "launchers/__init__.py": ("from wordrun.launch.launchers.hydra", "Hydra, OpenMPI"),
