@@ -45,7 +45,7 @@ threading.Thread(target=end_when_reported, daemon=True).start()
 END = """
 with dist.session() as world:
     torch.set_num_threads(1)
-    words = ["hydra.run.dir=run", "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl",
+    words = ["hydra.run.dir=run", "model=nano", "data=text", "data.path=text.txt", "tokenizer=char", "tracker=jsonl",
         "train.dtype=fp32", "train.device=cpu", "train.max_iters=8", "train.eval_interval=4", "train.eval_iters=1",
         "train.sample_tokens=0", "train.checkpoint_interval=4", "train.save_best=false", "train.hang_s=2",
         "model.batch_size=2", "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", *words]

@@ -20,6 +20,7 @@ with dist.guard(world):
     cfg = wordrun.compose([
         "data=sample", "tracker=jsonl", "train.sample_tokens=0", "optimizer.gas=3", "model.n_layer=1", "model.n_head=1",
         "model.n_embd=16", "model.block_size=16", "model.batch_size=2", "train.eval_iters=5", "train.max_iters=4",
+        "model=nano",
         "train.eval_interval=0", f"model.dropout={sys.argv[1]}", "hydra.run.dir=run",
     ])
     class Draw(Hook):

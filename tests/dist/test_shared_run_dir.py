@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WORDS = (
     "data=sample",
+    "model=nano",
     "tracker=jsonl",
     "train.device=cpu",
     "train.max_iters=2",

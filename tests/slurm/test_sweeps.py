@@ -117,8 +117,9 @@ def test_a_job_runs_the_code_of_the_submission(cluster: Cluster, tmp_path: Path)
 def test_members_of_an_array_have_sweeps_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "sweep.sh").write_text(
         "#!/bin/sh\n#SBATCH --array=0-1 --ntasks=1 --output=%a.out\n"
-        "exec wordrun -m data=sample tracker=jsonl train.max_iters=1 train.eval_iters=1 model.n_layer=1 model.n_head=1 "
-        "model.n_embd=8 model.block_size=8 train.dtype=fp32 train.sample_tokens=0 hydra/launcher=wordrun "
+        "exec wordrun -m data=sample model=nano tracker=jsonl train.max_iters=1 train.eval_iters=1 "
+        "model.n_layer=1 model.n_head=1 model.n_embd=8 model.block_size=8 train.dtype=fp32 train.sample_tokens=0 "
+        "hydra/launcher=wordrun "
         "train.seed=1$SLURM_ARRAY_TASK_ID,2$SLURM_ARRAY_TASK_ID\n"
     )
     done = cluster.run("sbatch", "--parsable", "sweep.sh", PATH=PATH)

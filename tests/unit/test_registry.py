@@ -248,7 +248,7 @@ def test_nothing_is_said_about_the_default_in_place_of_a_part_with_a_mistake(mak
         assert expected in str(caught.value)
         assert "train.max_iters=0 should be at least 1" in str(caught.value)
         assert "cannot train" not in str(caught.value)
-    with pytest.raises(ConfigError, match="model=nano cannot train on data=points"):
+    with pytest.raises(ConfigError, match="model=modern cannot train on data=points"):
         wordrun.compose(["data=points"])
 
 
