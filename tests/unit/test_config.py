@@ -751,7 +751,7 @@ def test_depth_sets_rates_and_batch_unless_they_are_set() -> None:
     assert cfg.optimizer.learning_rate == pytest.approx(0.004 * math.sqrt(768 / 256))
     assert cfg.optimizer.adamw_lr is None, "the same"
     assert accumulation(cfg, 2) == round(2**17 / 128 / (2 * cfg.model.batch_size))
-    cfg = compose([*words, "optimizer.learning_rate=0.01", "train.global_batch_size=24"])
+    cfg = compose([*words, "optimizer.learning_rate=0.01", "train.global_batch_size=32"])
     assert isinstance(cfg.optimizer, MuonConfig)
     assert cfg.optimizer.learning_rate == 0.01
     assert accumulation(cfg, 2) == 1
