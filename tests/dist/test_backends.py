@@ -52,7 +52,7 @@ MODELS = {
         "optimizer.learning_rate=3e-3",
     ],
     # The default, with its optimizer.
-    "parts": ["model=modern", "model.n_hidden=40", "model.tie=true", "optimizer.learning_rate=2e-3"],
+    "parts": ["model=modern", "model.n_hidden=40", "model.tie=true", "optimizer.learning_rate=6e-3"],
 }
 SCRIPT = """
 import json, sys
