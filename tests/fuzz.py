@@ -50,6 +50,7 @@ from wordrun.config.compose import compose
 from wordrun.config.registry import parts
 from wordrun.config.rules import check
 from wordrun.config.schema import SEVERAL, Config
+from wordrun.dist.mesh import Layout
 from wordrun.train.options import TrainConfig
 
 Words = dict[str, Any]
@@ -111,6 +112,7 @@ train.batch_ramp: [["2:4"], ["1:4", "3:8"]]
 train.compile: [true, false, false, false]
 train.dtype: [fp32, fp32, fp32, bf16]
 train.eval_iters: [null, 1, 2]
+backend.ep: [2, 2, 4]
 optimizer.lr_decay_iters: [4, 9]
 optimizer.warmup_iters: [0, 3]
 optimizer.grad_clip: [0.0, 0.3, 0.7]
@@ -126,6 +128,7 @@ train.timeout_s: 240, train.hang_s: 0, train.check_memory: false}
 SIMPLEST = {"model": "gpt", "tokenizer": "byte", "data": "file", "optimizer": "sgd", "schedule": "constant"}
 # The probability that each option of a section is drawn.
 DRAWN = {"model": 0.3, "tokenizer": 0.5, "data": 0.2, "optimizer": 0.2, "schedule": 0.4, "train": 0.15}
+AXES = {axis.name for axis in fields(Layout)}
 DRAWN |= {"hooks": 0.5, "metrics": 0.5, "backend": 0.25}
 
 
@@ -229,7 +232,8 @@ def drawn(draw: random.Random, words: Words, kinds: Sequence[str], works: Callab
     free = [key for key in keys if key.partition(".")[0] in kinds and not FIXED.fullmatch(key) and key not in words]
     draw.shuffle(free)
     for key in free:
-        if draw.random() < DRAWN[key.partition(".")[0]] and (values := candidates(keys[key], key)):
+        chance = 0.6 if key.rpartition(".")[2] in AXES else DRAWN[key.partition(".")[0]]
+        if draw.random() < chance and (values := candidates(keys[key], key)):
             changed = words | {key: draw.choice(values)}
             words = changed if works(changed) else words
     return words
@@ -240,13 +244,17 @@ def draw_layout(draw: random.Random, options: Words, ranks: int, *, more: bool) 
     backends = [parts("backend")[name] for name in available("backend")]
     names = [each.name for each in backends if each.options.synchronous]
     draw.shuffle(names)
+    first = draw.random()  # layouts that divide the model suit fewer options, and would be rare
+    if first < 0.7:
+        simple = {each.name: not each.options.pipeline if first < 0.3 else each.options.replicated for each in backends}
+        names.sort(key=simple.__getitem__)
     batch = options["train.global_batch_size"]
     for name in (name for name in names for _ in range(12)):
         empty, rest = options_of("backend", name, {}), ranks
         sizes = dict.fromkeys((axis for axis in empty.axes() if hasattr(empty, axis)), 1)
         for prime in (2, 2, 3):
             if sizes and rest % prime == 0:
-                sizes[draw.choice([*sizes])] *= prime
+                sizes[draw.choice([*sizes, *(axis for axis in sizes if axis not in ("replicate", "shard"))])] *= prime
                 rest //= prime
         how = {"train.backend": name} | {f"backend.{axis}": size for axis, size in sizes.items()}
         try:
@@ -281,7 +289,7 @@ def draw_case(seed: int, number: int) -> Case:
         for part in ("tokenizer", "optimizer", "schedule"):
             options[part] = draw.choice(available(part))
         for several in ("hooks", "metrics"):
-            options |= {several: [draw.choice(available(several))]} if draw.random() < 0.3 else {}
+            options |= {several: [draw.choice(available(several))]} if draw.random() < 0.2 else {}
         options |= draw.choice(INPUTS.get(kind, [{}]))
         options["train.global_batch_size"] = draw.choice([4, 8, 12])
         options["optimizer.learning_rate"] = draw.choice([0.03, 0.2] if options["optimizer"] == "sgd" else [1e-3, 3e-3])

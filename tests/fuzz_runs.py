@@ -21,7 +21,7 @@ from wordrun.config.schema import Config
 
 # Relative tolerances of metrics; those of the last line are absolute.
 TOLERANCES = {
-    r"loss|val_loss|grad_norm": 1e-5,
+    r"loss|(\w+_)?val_loss|grad_norm": 1e-5,
     r"lr|flops": 1e-9,
     r".*(accuracy|top\d|load).*": 0.05,
 }
@@ -232,12 +232,12 @@ def _exported(run: str) -> dict[str, Any]:
 
 def compared(one: Mapping[str, Any], many: Mapping[str, Any], *, sgd: bool, bf16: bool) -> dict[str, float]:
     """Return by how many tolerances each number of two runs differs; ``sgd``: also the weights at the end."""
-    distances = lines_compared(one["lines"], many["lines"], bf16=bf16)
     total = OF_ALL * sum(float(gradient.square().sum()) for gradient in one["gradients"].values()) ** 0.5
-    distances |= _tensors("initial weight", one["start"], many["start"], 1e-6, 1e-9)
+    distances = dict(_tensors("initial weight", one["start"], many["start"], 1e-6, 1e-9))
     distances |= _tensors("plain gradient", one["plain"], one["gradients"], OF_TENSOR, total)
     if not bf16:
         distances |= _tensors("gradient", one["gradients"], many["gradients"], OF_TENSOR, total)
+    distances |= lines_compared(one["lines"], many["lines"], bf16=bf16)
     if sgd and not bf16:
         distances |= _tensors("weight", one["weights"], many["weights"], OF_TENSOR, 1e-7)
     return distances
