@@ -295,7 +295,7 @@ def rows(bench: Bench) -> None:
             cfg = wordrun.compose(options)
             flops = (meta_model(cfg.transformer, PADDED).flops_per_token() or 0) if "modern" in name else 0
             done = train_wordrun(bench, "row", options, steps, interval, limit=60)
-            batch, gas = cfg.transformer.batch_size, cfg.optimizer.gas or 1
+            batch, gas = cfg.transformer.batch_size, cfg.train.accumulation or 1
             add_trained(bench, "rows", name, batch, gas, [done], flops)
         except Exception as error:  # a row that fails must not stop the next
             bench.add("not run", row=name, why=reason(error))
@@ -374,7 +374,7 @@ def planned_bytes(options: Sequence[str], checkpointing: str) -> float | None:
     from wordrun.commands.plan import plan as report
     from wordrun.plan.estimator import Estimate
 
-    row = report(["plan.devices=1", "plan.device=h100-80", *options]).rows[0]
+    row = report(["plan.ranks=1", "plan.device=h100-80", *options]).rows[0]
     return row.memory[checkpointing].total if isinstance(row, Estimate) else None
 
 

@@ -50,7 +50,7 @@ def study(folder: Path, blocks: int, options: argparse.Namespace) -> dict[str, d
 def planned(row: dict[str, str]) -> float | None:
     """Return the memory [GiB] that the plan expects of a point's ranks; None: it has no estimate."""
     overrides = [word for word in shlex.split(row["overrides"]) if "=" in word]
-    target = ["plan.device=cpu", f"plan.devices={row['ranks']}", "plan.memory=1024"]
+    target = ["plan.device=cpu", f"plan.ranks={row['ranks']}", "plan.memory=1024"]
     words = [sys.executable, "-m", "wordrun.plan", "--json", *target, *overrides]
     found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)["strategies"]
     rows = {strategy["name"]: strategy for strategy in found}

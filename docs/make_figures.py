@@ -89,7 +89,7 @@ def chain() -> str:
     return svg("From the command to the first step", 770, 320, parts)
 
 
-PLAN = ["model=llama3_1b", "model.batch_size=2", "train.dtype=bf16", "plan.devices=8", "plan.device=a100-40"]
+PLAN = ["model=llama3_1b", "model.batch_size=2", "train.dtype=bf16", "plan.ranks=8", "plan.device=a100-40"]
 SHOWN = {
     "DDP": "DDP",
     "FSDP, ZeRO-3": "FSDP",

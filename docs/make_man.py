@@ -40,7 +40,7 @@ def launch() -> str:
 
 def wordrun() -> str:
     """Return the page of ``wordrun``."""
-    about = "train language models, image classifiers and models of your own, on laptops and clusters"
+    about = "train language models, image classifiers and your own models, on laptops and clusters"
     lines = head("wordrun", about, "[COMMAND] [KEY=VALUE ...]")
     lines += ["Options are KEY=VALUE or GROUP=NAME;", r"\fBwordrun \-\-help\fR \fIGROUP\fR", "lists them."]
     lines.append(".SH COMMANDS")

@@ -144,7 +144,7 @@ def commands() -> str:
     from wordrun.cli import COMMANDS
 
     page = ["# Commands\n\nThe commands' own help, as `launch --help` and `wordrun COMMAND --help` print it.\n"]
-    calls = {"launch": ("wordrun.launch.cli", ["--help"]), "wordrun": ("wordrun.cli", ["--help"])}
+    calls = {"launch": ("wordrun.launch.cli", ["--help", "all"]), "wordrun": ("wordrun.cli", ["--help"])}
     calls |= {f"wordrun {name}": ("wordrun.cli", [name, "--help"]) for name in COMMANDS}
     for name, (module, arguments) in calls.items():
         page.append(f"\n## {name}\n\n````text\n{output(module, arguments)}````\n")

@@ -26,16 +26,18 @@ COMMANDS = {
     "train": ("wordrun.commands.train", "train a model (the default)"),
     "prepare": ("wordrun.commands.prepare", "tokenize a dataset into shards, in parallel"),
     "generate": ("wordrun.commands.generate", "generate text from a trained model"),
-    "export": ("wordrun.commands.export", "export a checkpoint to Hugging Face format"),
     "plan": ("wordrun.commands.plan", "estimate memory under every backend, and recommend one"),
     "ls": ("wordrun.commands.ls", "show the runs below outputs/ as a table"),
+    "export": ("wordrun.commands.export", "export a checkpoint to Hugging Face format"),
     "tail": ("wordrun.commands.tail", "follow a run's log"),
     "report": ("wordrun.commands.report", "write a page with a run's curves and facts, or compare runs"),
     "study": ("wordrun.commands.study", "measure how training scales, with table, figure and report"),
-    "sweep": ("wordrun.study.sweep", "run the unfinished points of a sweep"),
-    "new": ("wordrun.commands.new", "write a project with a model and data of your own"),
+    "sweep": ("wordrun.study.sweep", "run every combination of several values, or continue a sweep"),
+    "new": ("wordrun.commands.new", "write a project with your own model and data"),
 }
-"""Maps each command to its module and a line of help."""
+"""Maps each command to its module and a line of help, the most frequent ones first."""
+FIRST = 5
+"""So many commands precede the heading "More" in the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +119,7 @@ def _setup_sh() -> Path:
 
 def _overview() -> str:
     lines = [f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items()]
-    title = "wordrun trains language models, image classifiers and models of your own."
+    lines[FIRST:FIRST] = ["More:"]
+    title = "wordrun trains language models, image classifiers and your own models."
     usage = "Usage: wordrun [COMMAND] [KEY=VALUE ...]; wordrun COMMAND --help"
     return "\n".join([title, usage, "", *lines, ""])

@@ -387,7 +387,7 @@ def test_a_mistake_in_a_later_point_is_found_before_the_first_starts(
 
 
 def test_a_typo_in_a_sweep_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "data=sample", "train.max_iter=2,3"]) == 2
+    assert main(["sweep", "data=sample", "train.max_iter=2,3"]) == 2
     assert capfd.readouterr().err == "unknown option 'train.max_iter'; did you mean 'train.max_iters'?\n"
     assert list(tmp_path.iterdir()) == []
 

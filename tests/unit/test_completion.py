@@ -52,7 +52,7 @@ def found(line: str) -> list[str]:
         ("wordrun --set", ["--setup-sh"]),
         ("wordrun generate pro", ["prompt="]),
         ("wordrun prepare tokenizer=b", ["tokenizer=bpe", "tokenizer=byte"]),
-        ("wordrun plan plan.devices", ["plan.devices="]),
+        ("wordrun plan plan.ra", ["plan.ranks="]),
         ("wordrun study sc", ["scaling"]),
         ("wordrun sweep ", []),
         ("launch --laun", ["--launcher", "--launcher-args"]),

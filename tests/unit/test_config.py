@@ -26,7 +26,7 @@ from wordrun.config import schema as config
 from wordrun.config.compose import Tree, as_yaml, compose, typed
 from wordrun.config.registry import KINDS, field_docs
 from wordrun.config.rules import check
-from wordrun.config.schema import SECTIONS, SEVERAL, Config, as_dict, schemas
+from wordrun.config.schema import SECTIONS, SEVERAL, Config, as_dict, from_plain, schemas, to_plain
 from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers.options import BPETokenizerConfig, HFTokenizerConfig
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
@@ -469,7 +469,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"tokenizer": BPETokenizerConfig(vocab_size=100)}, ["tokenizer.vocab_size=100", "at least 257"]),
     ({"tokenizer": HFTokenizerConfig()}, ["tokenizer=hf", "tokenizer.path=FOLDER"]),
     ({"optimizer__scale_lr": "liner"}, ["optimizer.scale_lr=liner", "did you mean 'linear'?"]),
-    ({"optimizer__gas": 0}, ["optimizer.gas=0", "at least 1"]),
+    ({"train__accumulation": 0}, ["train.accumulation=0", "at least 1"]),
     ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate=0.0", "above 0"]),
     ({"optimizer__learning_rate": math.nan}, ["optimizer.learning_rate=nan"]),
     ({"optimizer__min_lr": 1.0}, ["optimizer.min_lr=1.0", "optimizer.learning_rate=0.001"]),
@@ -489,7 +489,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     ({"backend__name": "FSDP"}, ["train.backend=DDP", "backend=FSDP"]),
     ({"train__global_batch_size": 25}, ["train.global_batch_size=25", "model.batch_size=12", "use 24"]),
     ({"train__global_batch_size": 0}, ["train.global_batch_size=0", "use 12"]),
-    ({"train__global_batch_size": 24, "optimizer__gas": 3}, ["train.global_batch_size=24", "2 micro-steps", "gas=3"]),
+    (
+        {"train__global_batch_size": 24, "train__accumulation": 3},
+        ["train.global_batch_size=24", "2 micro-steps", "accumulation=3"],
+    ),
 ]
 
 
@@ -535,7 +538,7 @@ def test_an_option_of_another_model_is_refused() -> None:
 
 def test_what_is_possible_passes() -> None:
     check(good())
-    check(good(train__global_batch_size=48, optimizer__gas=2), ranks=2)
+    check(good(train__global_batch_size=48, train__accumulation=2), ranks=2)
 
 
 def test_the_trackers_mode_is_checked() -> None:
@@ -555,7 +558,17 @@ def test_the_trackers_mode_is_checked() -> None:
 def test_the_global_batch_sets_the_accumulation(
     whole: int | None, gas: int | None, ranks: int, micro_steps: int
 ) -> None:
-    assert accumulation(good(train__global_batch_size=whole, optimizer__gas=gas), ranks) == micro_steps
+    assert accumulation(good(train__global_batch_size=whole, train__accumulation=gas), ranks) == micro_steps
+
+
+def test_the_older_name_of_the_accumulation_is_accepted() -> None:
+    cfg = compose(["data=sample", "optimizer.gas=3", "tracker=jsonl"])
+    assert (cfg.train.accumulation, cfg.optimizer.gas, accumulation(cfg, 2)) == (3, None, 3)
+    saved = to_plain(cfg)
+    saved["optimizer"]["gas"], saved["train"]["accumulation"] = 5, None  # of a run of an earlier version
+    assert from_plain(saved).train.accumulation == 5
+    with pytest.raises(ConfigError, match=r"accumulation=2, but optimizer\.gas=3, its older name: omit"):
+        compose(["data=sample", "optimizer.gas=3", "train.accumulation=2"])
 
 
 def test_the_nearest_name_is_told_in_its_own_spelling() -> None:

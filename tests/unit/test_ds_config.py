@@ -62,7 +62,7 @@ def test_the_run_decides_and_the_file_adds() -> None:
 CONTRADICTIONS = {
     "train_batch_size": (8, "train.global_batch_size", "24"),
     "train_micro_batch_size_per_gpu": (2, "model.batch_size", "4"),
-    "gradient_accumulation_steps": (1, "optimizer.gas", "3"),
+    "gradient_accumulation_steps": (1, "train.accumulation", "3"),
     "gradient_clipping": (0.3, "optimizer.grad_clip", "1.0"),
     "fp16.enabled": (True, "train.dtype", "false"),
     "bfloat16.enabled": (False, "train.dtype", "true"),

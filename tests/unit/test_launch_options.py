@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -239,7 +240,11 @@ def test_one_message_and_nothing_started(tmp_path: Path, words: Sequence[str], s
 
 def test_help_and_version(tmp_path: Path) -> None:
     run = launch("--help", cwd=tmp_path)
-    assert (run.returncode, run.stdout, run.stderr) == (0, help_text() + "\n", "")
+    assert (run.returncode, run.stdout, run.stderr) == (0, help_text(complete=False) + "\n", "")
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", run.stdout, re.MULTILINE)
+    often = "--np --nodes --ppn --retries --submit --walltime --queue --account --chain --dry-run --doctor --help"
+    assert " ".join(shown) == often
+    assert launch("--help", "all").stdout == help_text() + "\n"
     assert launch("--version").stdout.startswith("launch (wordrun) ")
     module = subprocess.run([sys.executable, "-m", "wordrun.launch", "--help"], capture_output=True, text=True)
     assert module.stdout == run.stdout

@@ -75,7 +75,7 @@ def test_the_largest_batch_that_fits(words: tuple[str, ...], ranks: int) -> None
     found = re.fullmatch(rf"The largest {batches} sequences per step\.", first)
     assert found, first
     assert int(found[3]) <= int(found[1]) < 5000
-    per_rank = 5000 * (asked.cfg.optimizer.gas or 1)
+    per_rank = 5000 * (asked.cfg.train.accumulation or 1)
     assert found[4] == found[5] == str(per_rank * asked.layout.dp)
     others = [word for word in words if not word.startswith("optimizer.gas")]
 

@@ -185,6 +185,8 @@ def test_a_comparison_lists_what_differs(tmp_path: Path, capsys: pytest.CaptureF
     assert "optimizer.learning_rate" in text
     assert "train.max_iters" not in text  # the same in all of them
     assert "0.004" in text
+    assert report.main([f"run={tmp_path}/outputs", f"out={out}"]) == 0  # the same option for one run and for several
+    assert "3 runs" in Page([out]).text
     assert [path.name for path in runs_in(f"{tmp_path}/outputs/*")] == ["a", "b", "c"]
 
 

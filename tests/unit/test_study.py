@@ -176,7 +176,10 @@ def test_words_that_argparse_refuses(words: list[str], message: str, capfd: pyte
             "DPP is not one of DDP, FSDP, TP, PP, 3D, deepspeed",
         ),
         (["--ranks", "1", "modle=gpt2"], "did you mean 'model'?"),
-        (["--ranks", "1", "--weak", "train.global_batch_size=8"], "--weak takes model.batch_size and optimizer.gas"),
+        (
+            ["--ranks", "1", "--weak", "train.global_batch_size=8"],
+            "--weak takes model.batch_size and train.accumulation",
+        ),
         (["--nodes", "1,2"], "-N 2: this machine is 1 node; -N 1, or no -N, would fit"),
         (["--ranks", "1", "--no-calibrate"], "--no-calibrate was removed: nothing is measured before the points"),
         (["--ranks", "1", "--bandwidth=x.json"], "--bandwidth was removed: a study measures the time of a step"),

@@ -21,10 +21,10 @@ from wordrun.plan.report import Report, as_json, show
 USAGE = """\
 Estimate the memory that a model needs per device under every backend, and recommend a backend.
 
-  wordrun plan model=gpt2_xl train.dtype=bf16 plan.devices=64 plan.device=a100-40
-  wordrun plan model=llama3_8b plan.site=aurora plan.devices=48
-  wordrun plan model=gpt3_13b plan.devices=16 train.backend=3D backend.pp=4 backend.tp=4 optimizer.gas=16
-  wordrun plan model=nano plan.device=cpu plan.devices=2 plan.memory=8
+  wordrun plan model=gpt2_xl train.dtype=bf16 plan.ranks=64 plan.device=a100-40
+  wordrun plan model=llama3_8b plan.site=aurora plan.ranks=48
+  wordrun plan model=gpt3_13b plan.ranks=16 train.backend=3D backend.pp=4 backend.tp=4 train.accumulation=16
+  wordrun plan model=nano plan.device=cpu plan.ranks=2 plan.memory=8
   wordrun plan --json model=gpt2 plan.memory=12
 
 It accepts the overrides of a training run (wordrun --help) and the options below. If train.backend or backend.* is set,
@@ -105,7 +105,7 @@ def command(launch: Sequence[str], overrides: Sequence[str], advice: Advice, cfg
         chosen.append(f"train.activation_checkpointing={advice.checkpointing}")
     replaced = {"train.backend", *(override.partition("=")[0] for override in chosen)}
     if "train.global_batch_size" in replaced:
-        replaced.add("optimizer.gas")
+        replaced |= {"train.accumulation", "optimizer.gas"}
     kept = [o for o in overrides if (key := o.partition("=")[0]) not in replaced and not key.startswith("backend.")]
     return [*launch, "python", "-m", "wordrun", *kept, *chosen]
 

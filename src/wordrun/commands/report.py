@@ -1,11 +1,13 @@
-"""``wordrun report run=DIR`` and ``wordrun report runs=DIR,...``."""
+"""``wordrun report run=DIR,...``."""
 
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from wordrun.common.errors import ConfigError
 from wordrun.common.run_dir import find
@@ -17,8 +19,8 @@ Write a page with a run's curves, options and environment, or one that compares 
 
   wordrun report                                        # outputs/latest
   wordrun report run=outputs/shakespeare/nano-DDP/20260101-120000-ab12
-  wordrun report runs=outputs/shakespeare               # all runs below a folder
-  wordrun report runs='outputs/*/nano-*' out=nano.html  # several folders: a pattern, or separated by commas
+  wordrun report run=outputs/shakespeare                # compare all runs below a folder
+  wordrun report run='outputs/*/nano-*' out=nano.html   # several folders: a pattern, or separated by commas
 
 The page is a single file, and needs no server, scripts or network.
 """
@@ -28,10 +30,10 @@ The page is a single file, and needs no server, scripts or network.
 class ReportConfig(Section):
     """Which runs to show."""
 
+    FORMER: ClassVar[dict[str, str]] = {"runs": "run"}
+
     run: str = "outputs/latest"
-    """Run directory."""
-    runs: str | None = None
-    """Folders of several runs to compare: run directories or folders above them, patterns, separated by commas."""
+    """Run directory; or several runs to compare: folders above them, patterns, separated by commas."""
     out: str | None = None
     """File to write; null: report.html in the run directory, or in the working directory for several runs."""
 
@@ -49,15 +51,17 @@ def report(options: ReportConfig) -> None:
     """
     from wordrun.track.report import page
 
-    if options.runs is None:
-        (file,) = page.write(Path(options.run), Path(options.out) if options.out else None)
+    folder = Path(options.run)
+    below = folder.is_dir() and list(find(folder.resolve())) not in ([], [folder.resolve()])
+    if below or (re.search(r"[,*?\[]", options.run) and not folder.exists()):
+        file = page.compare(runs_in(options.run), Path(options.out or "report.html"))
     else:
-        file = page.compare(runs_in(options.runs), Path(options.out or "report.html"))
+        (file,) = page.write(folder, Path(options.out) if options.out else None)
     print(file)
 
 
 def runs_in(text: str) -> list[Path]:
-    """Return the run directories that ``runs=`` names, each once, in the order named.
+    """Return the run directories that ``run=`` names, each once, in the order named.
 
     Raises:
         ConfigError: a name or pattern matches no run.
@@ -66,8 +70,8 @@ def runs_in(text: str) -> list[Path]:
     for pattern in filter(None, (part.strip() for part in text.split(","))):
         paths = [run for folder in sorted(glob.glob(pattern)) for run in find(Path(folder).resolve())]
         if not paths:
-            raise ConfigError(f"runs={pattern}: there is no run there; wordrun ls shows the runs below outputs/")
+            raise ConfigError(f"run={pattern}: there is no run there; wordrun ls shows the runs below outputs/")
         found |= dict.fromkeys(paths)
     if not found:
-        raise ConfigError("runs= names no folder: give run directories or folders above them, separated by commas")
+        raise ConfigError("run= names no folder: give run directories or folders above them, separated by commas")
     return list(found)

@@ -9,8 +9,8 @@ _OPTIONS = {
     "optimizer.weight_decay": "wd",
     "optimizer.grad_clip": "clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm max_norm",
     "optimizer.warmup_iters": "warmup warmup_steps num_warmup_steps lr_warmup_steps warmup_iterations",
-    "optimizer.gas": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps accumulation_steps "
-    "accumulate_grad_batches grad_acc_steps",
+    "train.accumulation": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+    "accumulation_steps accumulate_grad_batches grad_acc_steps",
     "optimizer.min_lr": "lr_min eta_min min_learning_rate",
     "model.batch_size": "bs batchsize batch_size micro_batch_size per_device_train_batch_size device_batch_size",
     "model.block_size": "seq_len seqlen seq_length sequence_length max_seq_len max_seq_length context_len "

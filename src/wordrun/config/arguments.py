@@ -52,7 +52,8 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
     """Parse ``arguments`` into an instance of ``cls``; also return those that do not begin with ``prefix``.
 
     Args:
-        cls: a dataclass whose fields are int, float or str, each possibly ``| None``.
+        cls: a dataclass whose fields are int, float or str, each possibly ``| None``; ``FORMER`` maps older names to
+            their fields.
         arguments: such as ``length=20``.
         prefix: prefix of the option names.
 
@@ -66,7 +67,8 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
         if not key.startswith(prefix):
             others.append(argument)
             continue
-        field = declared.get(key.removeprefix(prefix))
+        name = key.removeprefix(prefix)
+        field = declared.get(getattr(cls, "FORMER", {}).get(name, name))
         if field is None:
             remedy = nearest(key.removeprefix(prefix), declared, prefix) or "; --help lists the options"
             gone = key in suggestions.GONE

@@ -39,7 +39,7 @@ from wordrun.config.fallbacks import settled
 from wordrun.config.messages import REFUSALS, VALUE, diagnose, name_of, option_names, unknown_option
 from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
-from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, as_dict, parts_in, schemas
+from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, as_dict, parts_in, schemas, with_accumulation
 from wordrun.config.strings import as_typed
 from wordrun.config.yaml_files import YamlFiles
 from wordrun.data.tokenizers.options import TokenizerConfig
@@ -188,7 +188,7 @@ def to_config(
         cfg = OmegaConf.to_object(composed)
         assert isinstance(cfg, Config)
         problems += _too_large(parts_in(cfg))
-        cfg = replace(cfg, run_dir=directory, secrets=dict(_secrets(composed)))
+        cfg = with_accumulation(replace(cfg, run_dir=directory, secrets=dict(_secrets(composed))))
         if checked:
             check(cfg, ranks, per_node)
         if not problems:

@@ -101,15 +101,15 @@ def check_batch(cfg: Config, dp: int) -> Iterator[str]:
         return
     yield from _check_ramp(cfg, dp)
     gas = accumulation(cfg, dp)
-    if batch is not None and cfg.optimizer.gas not in (None, gas):
+    if batch is not None and cfg.train.accumulation not in (None, gas):
         yield (
             f"train.global_batch_size={batch} needs {gas} micro-steps of {per_micro_step} "
-            f"sequences, but optimizer.gas={cfg.optimizer.gas}: omit one of the two"
+            f"sequences, but train.accumulation={cfg.train.accumulation}: omit one of the two"
         )
     elif cfg.backend.one_micro_step and gas != 1:
         yield (
             f"backend.static_graph=true reduces gradients in every backward pass, but a step has {gas} of them and "
-            "only the last may: use backend.static_graph=false, or optimizer.gas=1 with a larger model.batch_size"
+            "only the last may: use backend.static_graph=false, or train.accumulation=1 with a larger model.batch_size"
         )
 
 
@@ -260,7 +260,7 @@ def _check_pipeline(cfg: Config, backend: PPConfig, at: Layout) -> Iterator[str]
     if backend.schedule != "GPipe" and total % at.pp:
         yield (
             f"backend.schedule={backend.schedule} needs a multiple of backend.pp={at.pp} micro-batches in a step, "
-            f"not {total}: change model.batch_size, optimizer.gas or backend.microbatches, or use GPipe"
+            f"not {total}: change model.batch_size, train.accumulation or backend.microbatches, or use GPipe"
         )
     if not backend.zero_bubble:
         return

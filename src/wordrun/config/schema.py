@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from wordrun.backend.options import BackendConfig
-from wordrun.common.errors import UserError, nearest
+from wordrun.common.errors import ConfigError, UserError, nearest
 from wordrun.common.section import Freezable, Section, field_types, fits
 from wordrun.common.suggestions import GONE
 from wordrun.config.registry import Part, part_of, parts
@@ -136,6 +136,21 @@ def to_plain(cfg: Config) -> dict[str, dict[str, Any]]:
     }
 
 
+def with_accumulation(cfg: Config) -> Config:
+    """Return ``cfg`` with the value of ``optimizer.gas``, an older name, in ``train.accumulation``.
+
+    Raises:
+        ConfigError: both are set, to different values.
+    """
+    older, newer = cfg.optimizer.gas, cfg.train.accumulation
+    if older is None:
+        return cfg
+    if newer not in (None, older):
+        raise ConfigError(f"train.accumulation={newer}, but optimizer.gas={older}, its older name: omit optimizer.gas")
+    train, optimizer = replace(cfg.train, accumulation=older), replace(cfg.optimizer, gas=None)
+    return replace(cfg, train=train, optimizer=optimizer)
+
+
 def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
     """Return the Config that ``to_plain`` converted; newer options have their defaults, and removed ones are left out.
 
@@ -153,7 +168,7 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
         else:
             parts = {name: _section_from(section, f"{section}.{name}", each) for name, each in values.items()}
             setattr(cfg, section, parts)
-    return cfg
+    return with_accumulation(cfg)
 
 
 def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:

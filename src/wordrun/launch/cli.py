@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(options: Options) -> int:
     if options.help:
-        print(help_text())
+        print(help_text(complete="all" in options.command))
         return 0
     if options.version:
         print(f"launch (wordrun) {__version__}")

@@ -181,11 +181,14 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "RUN",
         ),
         Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
-        Option(("-h", "--help"), "help", "show this text"),
+        Option(("-h", "--help"), "help", "show the options for every day; --help all: all options"),
         Option(("--version",), "version", "show the version"),
     ),
 }
 OPTIONS = {name: option for group in GROUPS.values() for option in group for name in option.names}
+ESSENTIAL = {"np", "nodes", "ppn", "retries", "submit", "account", "queue", "walltime", "chain"}
+ESSENTIAL |= {"dry_run", "doctor", "help"}
+"""Fields of the options that ``launch --help`` shows without ``all``."""
 GONE = {
     "--stay": "leave it out, since --elastic restarts all ranks after a fault",
     "--elastic MIN": "use --elastic without a number, and --spare-nodes K to replace nodes that are lost",
@@ -201,13 +204,13 @@ INNER = (*_RANKS, *_START)
 
 USAGE = "usage: launch [options] [--] COMMAND..."
 EXAMPLES = """
-Start COMMAND as N distributed ranks. Any torch script works unchanged: each
-rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
-MASTER_ADDR and MASTER_PORT in its environment.
+Start COMMAND as N distributed ranks. Scripts that run under torchrun run
+unchanged: each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
 
   launch -n 2 python -m wordrun data=shakespeare    two ranks on this machine
   launch --dry-run -n 4 python train.py --epochs 3  show what would run, and why
-  launch --idle-timeout 600 python train.py         stop a job that hangs
+  launch --retries 2 python train.py                relaunch after a lost node
   launch --submit -N 2 --walltime 1:00:00 -- python -m wordrun     submit a job
 
 COMMAND begins at the first argument that is not an option of launch; everything
@@ -219,17 +222,18 @@ resumed, 124 after --idle-timeout or --hang, 126 or 127 for a COMMAND that
 cannot be run or found, 130 after Ctrl-C."""
 
 
-def help_text() -> str:
-    """Return what ``launch --help`` prints."""
+def help_text(*, complete: bool = True) -> str:
+    """Return what ``launch --help all`` prints; not ``complete``: what ``launch --help`` prints."""
     lines = [USAGE, EXAMPLES]
     columns = min(max(shutil.get_terminal_size((110, 24)).columns, 60), 110)
-    for title, group in GROUPS.items():
+    for title, options in GROUPS.items():
+        group = [option for option in options if complete or option.field in ESSENTIAL]
         lines += ["", *textwrap.wrap(f"{title}:", columns)]
         for option in group:
             left = f"  {', '.join(option.names)} {option.metavar}".rstrip()
             text = textwrap.wrap(option.help, columns - 26, break_on_hyphens=False)
             lines += [f"{each:<24}  {line}" for each, line in zip_longest([left], text, fillvalue="")]
-    return "\n".join([*lines, STATUS])
+    return "\n".join([*lines, STATUS if complete else "\nlaunch --help all shows all options and the exit statuses."])
 
 
 def parse(words: Sequence[str]) -> Options:

@@ -90,11 +90,11 @@ class Estimator:
         cfg, hardware = self.cfg, self.hardware
         at = backend.layout(hardware.devices, hardware.per_node)
         overrides = _overrides(backend)
-        sequences = at.dp * cfg.model.batch_size * (cfg.optimizer.gas or 1)
+        sequences = at.dp * cfg.model.batch_size * (cfg.train.accumulation or 1)
         if sequences != self.sequences and not cfg.train.global_batch_size:
             overrides.append(f"train.global_batch_size={self.sequences}")
-        train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences)
-        mine = replace(cfg, backend=backend, train=train, optimizer=replace(cfg.optimizer, gas=None))
+        train = replace(cfg.train, backend=backend.name, global_batch_size=self.sequences, accumulation=None)
+        mine = replace(cfg, backend=backend, train=train)
         rules.check(mine, hardware.devices, hardware.per_node, runs_here=False)
         return Strategy(name, mine, at, tuple(overrides), hardware.on_cpu)
 

@@ -118,8 +118,8 @@ class Fit:
     def _with_batch(self, size: int) -> Config:
         """Return the config with another batch size, and about the same number of sequences per step."""
         cfg, gas = self.cfg, -(-self._per_rank // size)
-        train, optimizer = replace(cfg.train, global_batch_size=None), replace(cfg.optimizer, gas=gas)
-        return replace(cfg, model=replace(cfg.model, batch_size=size), train=train, optimizer=optimizer)
+        train = replace(cfg.train, global_batch_size=None, accumulation=gas)
+        return replace(cfg, model=replace(cfg.model, batch_size=size), train=train)
 
     def _same_step(self, most: int) -> str:
         """Return how to keep the number of sequences per step with a batch size of at most ``most``."""
@@ -147,12 +147,12 @@ class Fit:
         cfg, sequences = self.cfg, self._per_rank * self.layout.dp
         if not (cfg.backend.replicated or cfg.backend.name == "FSDP"):
             return
-        train = replace(cfg.train, backend="FSDP", global_batch_size=sequences)
-        optimizer, model = replace(cfg.optimizer, gas=None), replace(cfg.model, batch_size=1)
+        train = replace(cfg.train, backend="FSDP", global_batch_size=sequences, accumulation=None)
+        model = replace(cfg.model, batch_size=1)
         given = cfg.backend if isinstance(cfg.backend, FSDPConfig) else FSDPConfig()
         for cp in (n for n in range(2, self.layout.size + 1) if self.layout.size % n == 0):
             backend = replace(given, cp=cp)
-            divided = replace(cfg, backend=backend, train=train, optimizer=optimizer, model=model)
+            divided = replace(cfg, backend=backend, train=train, model=model)
             try:
                 at = check(divided, self.layout.size, self.per_node)
             except ConfigError:
@@ -227,7 +227,7 @@ class Comparison:
     def advice(self, room: Room) -> list[str]:
         """Return lines about what takes the memory, and what would fit into ``room``."""
         ranks, per_node = self.fit.layout.size, self.fit.per_node
-        plan = f"wordrun plan plan.device={self.device} plan.devices={ranks} plan.per_node={per_node}"
+        plan = f"wordrun plan plan.device={self.device} plan.ranks={ranks} plan.per_node={per_node}"
         if self.room.device < 2**50:  # else it is unknown
             sharing = per_node if self.device == "cpu" else 1
             plan += f" plan.memory={self.room.device * sharing / 2**30:.1f}"

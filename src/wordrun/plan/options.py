@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wordrun.common.errors import ConfigError, nearest
 from wordrun.common.validation import one_of, positive
@@ -21,8 +22,10 @@ CPU = "cpu"
 class PlanConfig:
     """The hardware to plan for."""
 
-    devices: int | None = None
-    """Total number of devices, one per rank; null: one node, or one rank with plan.device=cpu."""
+    FORMER: ClassVar[dict[str, str]] = {"devices": "ranks"}
+
+    ranks: int | None = None
+    """Total number of ranks, one per device; null: one node, or one rank with plan.device=cpu."""
     device: str | None = None
     """Kind of device, one of the names below; cpu: ranks on the CPUs of a node, whose memory they share; null: the
     site's devices, or a100-40."""
@@ -94,9 +97,9 @@ def hardware(options: PlanConfig) -> Hardware:
             f"{problem}; for another one add plan.memory=GIB" for problem in one_of("plan.device", kind, VARIANTS)
         ]
     device, memory = VARIANTS.get(kind, (None, 0.0))
-    typical = options.devices or 1 if kind == CPU else device.per_node if device else 1
+    typical = options.ranks or 1 if kind == CPU else device.per_node if device else 1
     per_node = options.per_node or (site.devices or site.ranks_per_node if site else None) or typical
-    problems += positive("plan", options, "devices", "per_node")
+    problems += positive("plan", options, "ranks", "per_node")
     for name, size in (("memory", options.memory), ("host_memory", options.host_memory)):
         if size is not None and not 0 < size < float("inf"):
             problems.append(f"plan.{name}={size:g} should be a number of GiB above 0")
@@ -104,7 +107,7 @@ def hardware(options: PlanConfig) -> Hardware:
         problems.append(f"plan.reserve={options.reserve:g} should be at least 0 and less than 1")
     if problems:
         raise ConfigError("\n".join(problems))
-    devices, memory = options.devices or per_node, options.memory or memory
+    devices, memory = options.ranks or per_node, options.memory or memory
     bf16, float8 = device is None or device.bf16, device is None or device.float8
     near, assumed = min(per_node, devices), ""
     if kind == CPU:

@@ -157,7 +157,7 @@ def _remedies(estimator: Estimator, candidates: Sequence[Estimate]) -> list[str]
             f"For each device it also needs {readable(need.host)} of host memory, of which there are {has}."
         )
     if need.activations + max(need.logits, need.block) > need.total / 2 and size > 1:
-        remedy = f"Most of it grows with the batch: use model.batch_size={size // 2} and twice the optimizer.gas."
+        remedy = f"Most of it grows with the batch: use model.batch_size={size // 2} and twice the train.accumulation."
     else:
-        remedy = f"Try more devices than plan.devices={hardware.devices}."
+        remedy = f"Try more devices than plan.ranks={hardware.devices}."
     return [*remedies, remedy]

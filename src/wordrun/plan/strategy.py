@@ -60,8 +60,8 @@ class Strategy:
 def on_island(strategy: Strategy, inside: BackendConfig) -> Strategy:
     """Return the strategy of a single island of ``strategy``, with the backend ``inside``."""
     cfg = strategy.cfg
-    train, optimizer = replace(cfg.train, global_batch_size=None), replace(cfg.optimizer, gas=strategy.gas)
-    mine = replace(cfg, backend=inside, train=train, optimizer=optimizer)
+    train = replace(cfg.train, global_batch_size=None, accumulation=strategy.gas)
+    mine = replace(cfg, backend=inside, train=train)
     return replace(strategy, cfg=mine, layout=strategy.layout.of_island)
 
 

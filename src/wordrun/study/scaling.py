@@ -132,9 +132,10 @@ def _points(args: argparse.Namespace) -> Iterator[Point]:
     sequences = base.train.global_batch_size
     if args.weak and sequences:
         raise ConfigError(
-            f"train.global_batch_size={sequences}: --weak takes model.batch_size and optimizer.gas per rank: omit it"
+            f"train.global_batch_size={sequences}: --weak takes model.batch_size and train.accumulation per rank: "
+            "omit it"
         )
-    per_rank = base.model.batch_size * (base.optimizer.gas or 1)
+    per_rank = base.model.batch_size * (base.train.accumulation or 1)
     labels = [each.strip() for each in args.backends.split(",") if each.strip()] or [base.train.backend]
     choices = {label: _choice(label) for label in labels}
     for size, ranks in looks.items():
@@ -174,7 +175,12 @@ def _fit_batch(overrides: Sequence[str], sequences: int, ranks: Ranks) -> list[s
         raise ConfigError(f"train.global_batch_size={sequences} cannot be divided by {dp} data-parallel ranks")
     share = sequences // dp
     batch = next(size for size in range(min(cfg.model.batch_size, share), 0, -1) if share % size == 0)
-    more = [f"train.global_batch_size={sequences}", f"model.batch_size={batch}", "optimizer.gas=null"]
+    more = [
+        f"train.global_batch_size={sequences}",
+        f"model.batch_size={batch}",
+        "train.accumulation=null",
+        "optimizer.gas=null",
+    ]
     compose([*overrides, *more], ranks=ranks.np, per_node=ranks.ppn)
     return more
 

@@ -27,8 +27,10 @@ from wordrun.study.runner import Runner
 from wordrun.track.run_json import RunRecord
 
 USAGE = """\
-Run the unfinished points of a sweep that `wordrun -m ... hydra/launcher=wordrun` has begun in this folder.
+Start a sweep, one run for each combination of the values (as `wordrun -m`), or run the unfinished points of one that
+`hydra/launcher=wordrun` has begun.
 
+  wordrun sweep optimizer.learning_rate=1e-3,3e-4 train.seed=1,2
   wordrun sweep outputs/sweeps/20260102-030405-abcd        # all of them
   wordrun sweep outputs/sweeps/20260102-030405-abcd 2 3    # some
 """
@@ -233,11 +235,15 @@ def run(sweep: Sweep, points: Sequence[Point]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``wordrun sweep DIR [NUMBER...]`` and return the exit status."""
+    """Run ``wordrun sweep KEY=VALUE,...`` or ``wordrun sweep DIR [NUMBER...]`` and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0 if arguments else ConfigError.exit_status
+    if any("=" in word for word in arguments) and not Path(arguments[0], FILE).exists():
+        from wordrun.commands import train
+
+        return train.main(["--multirun", *arguments])
     drop_ids_of_one_run()
     folder, *numbers = arguments
     try:

@@ -92,7 +92,7 @@ class MemoryPlan:
             used, reserved = module.max_memory_allocated(self.device), module.memory_reserved(self.device)
             lines.append(f"torch's allocator used {gib(used)} at its peak and has reserved {gib(reserved)}.")
         if self.fit is None:
-            return [*lines, "A smaller model.batch_size with a larger optimizer.gas needs less."]
+            return [*lines, "A smaller model.batch_size with a larger train.accumulation needs less."]
         # The estimate was too low, or others use the memory too.
         room = Room(min(self.room.device, 0.9 * self.fit.need.total), self.room.host)
         return [*lines, *Comparison(self.fit, self.room, self.world.host, self.device.type).advice(room)]

@@ -82,7 +82,10 @@ class TrainConfig(Section):
     max_iters: int = 2000
     """Number of optimizer steps."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; sets optimizer.gas."""
+    """Sequences per optimizer step over all ranks; sets train.accumulation."""
+    accumulation: int | None = None
+    """Gradient accumulation: micro-batches of model.batch_size per optimizer step; null: 1, or as required by
+    train.global_batch_size."""
     batch_ramp: list[str] = field(default_factory=list)
     """Other global batch sizes at the start, as STEP:SEQUENCES: [100:16,300:32] takes 16 sequences per step until step
     100, then 32 until step 300, then global_batch_size."""
@@ -188,7 +191,9 @@ class TrainConfig(Section):
         return ["wordrun.checkpoint.memory.hook:MemoryCheckpoint"] if self.memory_checkpoint_interval else []
 
     def problems(self) -> Iterable[str]:
-        yield from positive("train", self, "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s")
+        yield from positive(
+            "train", self, "accumulation", "max_iters", "eval_iters", "log_interval", "top_k", "timeout_s"
+        )
         yield from positive("train", self, "keep_checkpoints")
         yield from not_negative("train", self, "eval_interval", "sample_interval", "sample_tokens", "seed")
         yield from not_negative("train", self, "checkpoint_interval", "memory_checkpoint_interval", "hang_s")
@@ -265,8 +270,8 @@ def accumulation(cfg: Any, dp: int, step: int | None = None) -> int:
             return int(sequences // per_micro_step)
     if cfg.train.global_batch_size is not None:
         return int(cfg.train.global_batch_size // per_micro_step)
-    if cfg.optimizer.gas:
-        return int(cfg.optimizer.gas)
+    if cfg.train.accumulation or cfg.optimizer.gas:
+        return int(cfg.train.accumulation or cfg.optimizer.gas)
     suits: int = cfg.model.sequences_per_step() or 0
     return max(1, round(suits / per_micro_step))
 

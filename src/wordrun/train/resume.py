@@ -38,6 +38,7 @@ FREE = {
         "backend",
         "max_iters",
         "global_batch_size",
+        "accumulation",
         "eval_interval",
         "eval_iters",
         "log_interval",

@@ -76,7 +76,7 @@ def _settings(cfg: Any, backend: Any, dtype: str, ranks: int | None, gas: int | 
         "zero_optimization.offload_param.device": ("backend.offload_params", device[backend.offload_params]),
     }
     if ranks is not None and gas is not None:
-        settings["gradient_accumulation_steps"] = ("optimizer.gas", gas)
+        settings["gradient_accumulation_steps"] = ("train.accumulation", gas)
         settings["train_batch_size"] = ("train.global_batch_size", cfg.model.batch_size * ranks * gas)
     if DTYPES.get(dtype, AUTO) != AUTO:
         settings["bf16.enabled"] = ("train.dtype", DTYPES[dtype] == "bf16")

@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     scale_lr: str = "none"
     """Scale learning_rate by the number of data-parallel ranks (linear), by its square root (sqrt), or not (none)."""
     gas: int | None = None
-    """Gradient accumulation: micro-steps per optimizer step; null: 1, or as required by train.global_batch_size."""
+    """Older name of train.accumulation."""
 
     def problems(self) -> Iterable[str]:
         yield from positive("optimizer", self, "gas", "lr_decay_iters")
