@@ -39,7 +39,17 @@ from wordrun.config.fallbacks import settled
 from wordrun.config.messages import REFUSALS, VALUE, diagnose, name_of, option_names, unknown_option
 from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
-from wordrun.config.schema import RENAMED, SECTIONS, SEVERAL, Config, as_dict, parts_in, schemas, with_accumulation
+from wordrun.config.schema import (
+    OLDER,
+    RENAMED,
+    SECTIONS,
+    SEVERAL,
+    Config,
+    as_dict,
+    parts_in,
+    schemas,
+    with_accumulation,
+)
 from wordrun.config.strings import as_typed
 from wordrun.config.yaml_files import YamlFiles
 from wordrun.data.tokenizers.options import TokenizerConfig
@@ -141,7 +151,7 @@ def renamed(override: str) -> str:
     """Return ``override`` with an old option name replaced by the new one."""
     key, equals, value = override.partition("=")
     old = name_of(override)
-    return f"{key.replace(old, RENAMED.get(old, old))}{equals}{value}"
+    return f"{key.replace(old, {**RENAMED, **OLDER}.get(old, old))}{equals}{value}"
 
 
 def _run_to_continue(composed: DictConfig) -> str | None:

@@ -90,6 +90,8 @@ RENAMED: dict[str, str] = {
     **{f"tracker.{f.name}": f"tracker.wandb.{f.name}" for f in fields(WandbConfig)},
 }
 """Options that have a better name now, old to new; the old names are accepted until the next release."""
+OLDER = {"optimizer.gas": "train.accumulation"}
+"""Older names that stay accepted."""
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name not in ("run_dir", "secrets"))
 SEVERAL = ("tracker", "hooks", "metrics")

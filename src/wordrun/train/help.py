@@ -21,7 +21,6 @@ EXAMPLES = """\
 Examples:
   wordrun data=sample train=smoke                a few steps, as a check
   launch -n 2 python -m wordrun train.backend=DDP data=shakespeare
-  wordrun -m optimizer.learning_rate=1e-3,3e-4   a sweep (see docs/sweeps.md)
 --cfg job prints the config. Runs go to outputs/ (or hydra.run.dir=DIR)."""
 EXPERIMENT = "experiment"
 GROUPS = (*SECTIONS, EXPERIMENT)
