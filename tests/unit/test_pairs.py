@@ -229,7 +229,7 @@ def test_a_pair_that_is_too_long_loses_its_end() -> None:
     Path("pairs.jsonl").write_text(
         "".join(json.dumps({"prompt": "p" * 20, "answer": "a" * 90}) + "\n" for _ in "12345")
     )
-    cfg, corpus = corpus_of("data.val_fraction=0.2")
+    cfg, corpus = corpus_of("data.val_fraction=0.2", "data.too_long=truncate")
     batch = order_of_run(cfg, corpus).batch(0, 1)
     assert batch.tokens[0].tolist() == [EOT, *b"p" * 20, *b"a" * 11]
     assert batch.targets[0].tolist() == [IGNORED] * 20 + [*b"a" * 12]
@@ -240,13 +240,13 @@ def test_pairs_that_lose_their_answer_are_left_out_and_counted(caplog: pytest.Lo
     lengths = [20, 31, 32, 40, 5]  # of the prompts; a sequence is 32 tokens, the first one the end-of-text token
     pairs = [{"prompt": "p" * n, "answer": "a" * 3} for n in lengths for _ in range(4)]
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    cfg, corpus = corpus_of("data.val_fraction=0.5")
+    cfg, corpus = corpus_of("data.val_fraction=0.5", "data.too_long=truncate")
     order = order_of_run(cfg, corpus)
     assert order.per_epoch == 5  # two short ones share a sequence
     assert (order.batch(0, 5).targets != IGNORED).any(1).all()
     assert caplog.messages[-1] == (
-        "model.block_size=32 cuts 6 of the 10 pairs for train: 2 lose the end of the answer, and 4, which are left "
-        "out, all of it (the longest prompt has 41 tokens)"
+        "model.block_size=32: 6 of the 10 pairs for train are too long: 2 lose the end of the answer, and 4, which are "
+        "left out, all of it (data.too_long=truncate; the longest prompt has 41 tokens)"
     )
 
 

@@ -13,6 +13,7 @@ from wordrun.data.options import TextConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from wordrun.data.chat_template import ChatTemplate
     from wordrun.data.tokenizers.base import Tokenizer
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
@@ -87,29 +88,46 @@ class Chat:
     Args:
         continue_: generates tokens, and keeps its KV cache between calls.
         tokenizer: the model's tokenizer.
-        data: the options of the training data; for pairs, their template formats each turn.
+        data: the options of the training data; for pairs and conversations, their template formats each turn.
     """
 
     def __init__(self, continue_: Continue, tokenizer: Tokenizer, data: TextConfig) -> None:
         self.continue_, self.tokenizer, self.data = continue_, tokenizer, data
-        _, self.after = self._written("")
-        self.stop = [] if tokenizer.eot is None else [tokenizer.eot]
-        self.stop += tokenizer.encode(self.after)[:1].tolist()
+        self.template: ChatTemplate | None = None
+        self.after = ""
+        """What data.template has after an answer."""
+        if data.kind == "chat":
+            from wordrun.data.chat_template import template_of  # Jinja, which messages do not wait for
+
+            self.template = template_of(data, tokenizer)
+            self.stop = self.template.stops(tokenizer)
+        else:
+            _, self.after = self._written("")
+            self.stop = [*tokenizer.stops, *tokenizer.encode(self.after)[:1].tolist()]
         self.reset()
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.tokens: list[int] = [] if self.tokenizer.eot is None else [self.tokenizer.eot]
+        self.messages: list[dict[str, str]] = []
+        """The conversation, if a chat template writes all of it."""
+        self.tokens: list[int] = [] if self.tokenizer.eot is None or self.template else [self.tokenizer.eot]
 
     def answer(self, text: str) -> None:
         """Print the answer to ``text`` as it is generated; Ctrl-C ends it.
 
         Raises:
-            ConfigError: the vocabulary lacks some of the characters of ``text``, or no text has had any tokens so far.
+            ConfigError: the vocabulary lacks some of the characters of ``text``, or no text has had any tokens so far;
+                or the chat template rejects the conversation.
         """
+        import numpy as np
         import torch
 
-        turn = self.tokenizer.encode(self._written(text)[0]).tolist()
+        if self.template is not None:
+            messages = [*self.messages, {"role": "user", "content": text}]
+            turn = self.tokenizer.encode_spans(self.template.render(messages, ask=True), ())[0].tolist()
+            self.messages, self.tokens = messages, []
+        else:
+            turn = self.tokenizer.encode(self._written(text)[0]).tolist()
         self.tokens += turn
         if not self.tokens:
             raise ConfigError(f"{text!r} has no tokens with tokenizer={self.tokenizer.kind}: write something else")
@@ -123,6 +141,10 @@ class Chat:
         with contextlib.suppress(KeyboardInterrupt):
             self.continue_(torch.tensor([self.tokens]), on_tokens=add, stop=self.stop)
         show.end()
+        if self.template is not None:
+            said = self.tokens[started:-1] if self.tokens[-1] in self.stop else self.tokens[started:]
+            self.messages.append({"role": "assistant", "content": self.tokenizer.decode(np.array(said, np.int64))})
+            return
         written = self.tokenizer.encode(self.after).tolist()
         if written and len(self.tokens) > started and self.tokens[-1] == written[0]:
             self.tokens += written[1:]

@@ -18,6 +18,7 @@ from wordrun.common.validation import above_zero, one_of
 from wordrun.config.arguments import run
 from wordrun.config.registry import refuse_own_model
 from wordrun.config.schema import to_plain
+from wordrun.data.options import ANSWERED
 from wordrun.model.options import TransformerConfig
 from wordrun.train.options import DTYPES
 
@@ -204,6 +205,7 @@ def write_tokenizer(folder: Path, saved: Saved, *, as_it_was: bool = False) -> t
     Returns:
         The type of the tokenizer's normalizer, None: it is not written; and the end-of-text token.
     """
+    from wordrun.data.chat_template import template_of
     from wordrun.data.tokenizers.construction import from_checkpoint
     from wordrun.data.tokenizers.huggingface import chat_template, tokenizer_json
 
@@ -213,7 +215,7 @@ def write_tokenizer(folder: Path, saved: Saved, *, as_it_was: bool = False) -> t
         return None, ours.eot
     tokenizer, end = tokenizer_json(json.loads(ours.to_json()))
     normalizer = (tokenizer.get("normalizer") or {}).get("type", "")
-    if as_it_was and cfg.data.kind != "pairs" and (source := _folder_of(tokenizer, cfg.tokenizer)):
+    if as_it_was and cfg.data.kind not in ANSWERED and (source := _folder_of(tokenizer, cfg.tokenizer)):
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
@@ -227,6 +229,14 @@ def write_tokenizer(folder: Path, saved: Saved, *, as_it_was: bool = False) -> t
     if (data := cfg.text).kind == "pairs":
         text = next((token["content"] for token in tokenizer.get("added_tokens", []) if token["id"] == end), "")
         settings["chat_template"] = chat_template(data.template_parts(), text)
+    elif data.kind == "chat":
+        template = template_of(data, ours)
+        settings |= {**template.names, "chat_template": template.source}
+        _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": template.stops(ours)})
+        if not tokenizer["added_tokens"] and ours.eot_text in template.specials:  # part of the template's text
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added = {"id": end, "content": ours.eot_text, "special": True, **flags}
+            _write_json(folder / "tokenizer.json", {**tokenizer, "added_tokens": [added]})
     _write_json(folder / "tokenizer_config.json", settings)
     return normalizer, end
 

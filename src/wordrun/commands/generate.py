@@ -18,6 +18,7 @@ from wordrun.common.errors import UserError
 from wordrun.common.section import Section
 from wordrun.common.validation import not_negative, one_of, positive
 from wordrun.config.arguments import run
+from wordrun.data.options import ANSWERED
 from wordrun.train.options import DTYPES
 
 if TYPE_CHECKING:
@@ -152,11 +153,14 @@ def write(options: GenerateConfig) -> None:
         print(_title(1, options))
     show = Screen(tokenizer.decode)
     show(begin[hidden:].tolist())
+    stops = Chat(sampled, tokenizer, saved.config.text).stop if saved.config.data.kind in ANSWERED else []
+    stops = stops if options.num_samples == 1 else []
     start = time.perf_counter()
     texts = sampled(
         begin.expand(options.num_samples, -1),
         slide=options.slide,
-        on_tokens=lambda column: show(column[:1].tolist()),
+        stop=stops,
+        on_tokens=lambda column: None if int(column[0]) in stops else show(column[:1].tolist()),
     )
     seconds = time.perf_counter() - start
     show.end()

@@ -18,7 +18,7 @@ from wordrun.config.schema import Config
 from wordrun.data import shards
 from wordrun.data.foreign import open_foreign
 from wordrun.data.manifest import is_complete, load
-from wordrun.data.options import TextConfig
+from wordrun.data.options import ANSWERED, TextConfig
 from wordrun.data.prepare import fingerprint, lock, node_copy, run
 from wordrun.data.prepare.sources import locate
 from wordrun.data.prepare.sources.base import Source, WorkItem
@@ -204,7 +204,7 @@ def _data_of_mix(cfg: Config) -> list[TextConfig]:
                 part = compose([f"data={name}"]).text
             except ConfigError as error:
                 raise ConfigError(f"data.mix: {error}") from None
-        if part.kind == "pairs":
+        if part.kind in ANSWERED:
             raise ConfigError(f"data.mix: {name} has prompts and answers, which cannot be mixed: use data={name}")
         parts.append(replace(part, stage=cfg.text.stage, workers=cfg.text.workers))
     if cfg.tokenizer.built_from and any(part.kind != "shards" for part in parts):

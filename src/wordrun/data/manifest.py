@@ -17,7 +17,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.data import shards
 from wordrun.data.contents import few
-from wordrun.data.options import TextConfig
+from wordrun.data.options import ANSWERED, TextConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.construction import from_json
 
@@ -68,7 +68,7 @@ class Manifest:
     @property
     def dtype(self) -> str:
         """The token type of the shards."""
-        return shards.dtype_for(self.vocab_size, pairs=self.settings["kind"] == "pairs")
+        return shards.dtype_for(self.vocab_size, flags=self.settings["kind"] in ANSWERED)
 
     def tokens(self, split: str) -> int:
         """Return the number of tokens in a split."""

@@ -40,8 +40,9 @@ class TextConfig(DataConfig):
     """Name of the dataset; part of the run directory."""
     kind: str = "file"
     """Kind of source: file (path), download (path, downloaded from url if missing), sample (built-in synthetic text),
-    hf (dataset), pairs (path: .jsonl files of prompts and answers; the loss is on the answers alone), shards (path: a
-    folder of tokens prepared elsewhere) or mix (several datasets)."""
+    hf (dataset), chat (path: .jsonl files of conversations; the loss is on the assistant's turns alone), pairs (path:
+    of prompts and answers; on the answers alone), shards (path: a folder of tokens prepared elsewhere) or mix (several
+    datasets)."""
     path: str | None = None
     """A file, a folder or a glob of text (.txt, .md, .rst, .tex) or rows (.jsonl, .json, .csv, .tsv, .parquet), also
     compressed (.gz, .zst, .bz2, .xz); for shards, a folder."""
@@ -63,7 +64,10 @@ class TextConfig(DataConfig):
     """Field of an answer (pairs)."""
     template: str = "{prompt}{answer}"
     """Text of a pair; the loss is on {answer} and what follows it. {NAME} is a field of the line, {NAME.KEY} one inside
-    it, and {{ and }} are braces. wordrun generate formats the turns of a conversation with it."""
+    it, and {{ and }} are braces. wordrun generate formats the turns of a conversation with it. For chat: tokenizer (the
+    tokenizer's own chat template), chatml, or a file with a Jinja template."""
+    too_long: str = "drop"
+    """What to do with a pair or a conversation that is longer than model.block_size: drop it, or truncate it."""
     dataset: str | None = None
     """A Hugging Face dataset: its name, or a local folder."""
     subset: str | None = None
@@ -87,14 +91,17 @@ class TextConfig(DataConfig):
     align: bool = False
     """Start each sequence at the first document boundary inside it, if there is one."""
     mask_documents: bool = False
-    """Mask attention so that tokens attend only within their own document; for pairs, also pack several into a sequence
-    (false: one)."""
+    """Mask attention so that tokens attend only within their own document; for pairs and conversations, also pack
+    several into a sequence (false: one)."""
 
     def problems(self) -> Iterable[str]:
         yield from super().problems()
         yield from one_of("data.offline", self.offline, ["error", "sample"])
         if self.format is not None:
             yield from one_of("data.format", self.format, ["text", "jsonl", "json", "csv", "parquet"])
+        yield from one_of("data.too_long", self.too_long, ["drop", "truncate"])
+        if self.kind in ANSWERED:
+            yield from self._answered_problems()
         if self.kind == "pairs":
             yield from self._pairs_problems()
         if self.kind in ("file", "download") and not self.path:
@@ -141,9 +148,14 @@ class TextConfig(DataConfig):
         """Return the fields of a line that the template has besides the prompt and the answer."""
         return list(dict.fromkeys(name for _, name in self.template_parts() if name not in ("", "prompt", "answer")))
 
-    def _pairs_problems(self) -> Iterable[str]:
+    def _answered_problems(self) -> Iterable[str]:
         if not self.path:
-            yield f"data={self.name} needs data.path=FILE, a .jsonl file of prompts and answers"
+            rows = "prompts and answers" if self.kind == "pairs" else "conversations"
+            yield f"data={self.name} needs data.path=FILE, a .jsonl file of {rows}"
+        if self.align:
+            yield f"data.align=true has no effect on {self.kind}, which are never divided over sequences: omit it"
+
+    def _pairs_problems(self) -> Iterable[str]:
         try:
             names = [name for _, name in self.template_parts()]
         except ValueError as error:
@@ -158,8 +170,6 @@ class TextConfig(DataConfig):
                     f"data.template={self.template!r} should contain {{prompt}} and then {{answer}}, once and "
                     "after it; data.prompt_key and data.answer_key say which fields they are"
                 )
-        if self.align:
-            yield "data.align=true has no effect on pairs, which are never divided over sequences: omit it"
 
     def _mix_problems(self) -> Iterable[str]:
         if self.kind != "mix":
@@ -179,6 +189,8 @@ class TextConfig(DataConfig):
                 )
 
 
+ANSWERED = ("pairs", "chat")
+"""Kinds of data of which only answers are predicted."""
 MIX_PERIOD = 4096
 """Every run of this many sequences has the shares of data.mix, rounded to whole sequences."""
 

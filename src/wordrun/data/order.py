@@ -18,9 +18,9 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch, rows
 from wordrun.data.corpus import Corpus
-from wordrun.data.options import MIX_PERIOD
+from wordrun.data.options import ANSWERED, MIX_PERIOD
 from wordrun.data.pairs import PairSequences
-from wordrun.data.shards import Array
+from wordrun.data.shards import ANSWER, Array
 
 ROUNDS = 6  # 4 rounds make a Feistel network a strong pseudo-random permutation (Luby and Rackoff 1988)
 BLOCK = 4096  # positions of the shuffle computed at once; NumPy is slow on small arrays
@@ -226,7 +226,7 @@ def order_of_run(cfg: Config, corpus: Corpus) -> Order:
     """
     tokenizer, seed, size = corpus.tokenizer, cfg.train.seed, cfg.text_model.block_size
     align = tokenizer.eot_for("data.align=true") if cfg.text.align else None
-    if cfg.data.kind == "pairs":
+    if cfg.data.kind in ANSWERED:
         return PairOrder(pairs_of_run(cfg, corpus, corpus.train), seed)
     document = tokenizer.eot_for("data.mask_documents=true") if cfg.text.mask_documents else None
     if not corpus.mix:
@@ -241,5 +241,7 @@ def pairs_of_run(cfg: Config, corpus: Corpus, tokens: Array) -> PairSequences:
     Raises:
         ConfigError: the tokenizer has no end-of-text token, which ends an answer, or no answer is left of any pair.
     """
-    eot, split = corpus.tokenizer.eot_for("data.kind=pairs"), "train" if tokens is corpus.train else "val"
-    return PairSequences(tokens, cfg.text_model.block_size, eot, several=cfg.text.mask_documents, split=split)
+    data, split = cfg.text, "train" if tokens is corpus.train else "val"
+    # The last token predicts the end of the last answer; in a conversation, the template ends each.
+    pad = corpus.tokenizer.eot or 0 if data.kind == "chat" else corpus.tokenizer.eot_for("data.kind=pairs") | ANSWER
+    return PairSequences(tokens, cfg.text_model.block_size, int(pad), data, split=split)

@@ -1,7 +1,7 @@
 """Prompts and answers: sequences of complete pairs, with a loss on the answers alone.
 
-Each token id in shards of pairs has two flags: whether a pair starts there, and whether the token is predicted, because
-it belongs to an answer or ends one.
+A conversation is a pair with several answers. Each token id in shards of pairs has two flags: whether a pair starts
+there, and whether the token is predicted, because it belongs to an answer or ends one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.data.batch import Batch
+from wordrun.data.options import TextConfig
 from wordrun.data.shards import ANSWER, START, Array, plain
 
 IGNORED = -100
@@ -24,62 +25,66 @@ READ = 2**22
 
 
 class PairSequences:
-    """Sequences of complete pairs; a pair that is longer than a sequence is truncated.
+    """Sequences of complete pairs; a pair that is longer than a sequence is left out or truncated.
 
     Args:
         tokens: the pairs, with flags.
         block_size: T, the length of a sequence.
-        eot: the end-of-text token, which also pads sequences.
-        several: put as many consecutive pairs into a sequence as fit; false: one pair.
+        pad: the token that pads sequences, with the flag ANSWER if it also ends the last answer.
+        data: the options of data: mask_documents puts as many consecutive pairs into a sequence as fit.
         split: train or val, for messages.
 
-    Pairs of which no predicted token would be left, because the prompt fills the sequence, are left out.
+    Pairs of which no predicted token would be left are left out.
 
     Raises:
         ConfigError: these are all pairs.
     """
 
-    def __init__(self, tokens: Array, block_size: int, eot: int, *, several: bool, split: str = "train") -> None:
-        self.tokens, self.block_size, self.eot, self.several = tokens, block_size, eot, several
+    def __init__(self, tokens: Array, block_size: int, pad: int, data: TextConfig, *, split: str = "train") -> None:
+        self.tokens, self.block_size, self.pad, self.several = tokens, block_size, pad, data.mask_documents
         ends = np.append(_starts(tokens)[1:], len(tokens))
         starts, pair = [], 0
         while pair < len(ends):
             starts.append(int(ends[pair - 1]) if pair else 0)
-            fits = int(np.searchsorted(ends, starts[-1] + block_size, "right")) if several else 0
+            fits = int(np.searchsorted(ends, starts[-1] + block_size, "right")) if self.several else 0
             pair = max(pair + 1, fits)
         self._starts = np.array(starts, dtype=np.int64)
         self._lengths = np.diff(self._starts, append=len(tokens))
-        kept = self._with_answer(len(ends), split)
+        kept = self._kept(len(ends), data, split)
         self._starts, self._lengths = self._starts[kept], self._lengths[kept]
         self._counts = np.full(len(self._starts), -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def _with_answer(self, pairs: int, split: str) -> NDArray[np.bool_]:
-        """Return which sequences have a predicted token, and warn of pairs that lose the end or all of their answer."""
-        kept, prompts = np.full(len(self._starts), True), [0]
+    def _kept(self, pairs: int, data: TextConfig, split: str) -> NDArray[np.bool_]:
+        """Return which sequences are used, and warn of pairs that are too long."""
         too_long = np.flatnonzero(self._lengths > self.block_size)
-        for number in too_long.tolist():
-            start, length = int(self._starts[number]), int(self._lengths[number])
-            answer = np.flatnonzero(self.tokens[start + 1 : start + length] & ANSWER)
-            prompts.append(int(answer[0]) + 1 if len(answer) else length)  # with the end-of-text token before it
-            kept[number] = prompts[-1] <= self.block_size
-        cut, block = int((~kept).sum()), f"model.block_size={self.block_size}"
-        longest = f"the longest prompt has {max(prompts):,} tokens"
+        kept, block = np.full(len(self._starts), True), f"model.block_size={self.block_size}"
+        of = f"of the {pairs:,} {'conversations' if data.kind == 'chat' else 'pairs'} for {split}"
+        if data.too_long == "drop":
+            kept[too_long] = False
+            needed = int(self._lengths[too_long].min(initial=0))
+            found = f"the longest has {self._lengths.max():,} tokens"
+            remedy, counts = ", or use data.too_long=truncate", f"all {len(too_long)} are left out"
+        else:
+            prompts = [0]
+            for number in too_long.tolist():
+                start, length = int(self._starts[number]), int(self._lengths[number])
+                answer = np.flatnonzero(self.tokens[start + 1 : start + length] & ANSWER)
+                prompts.append(int(answer[0]) + 1 if len(answer) else length)  # with the first token
+                kept[number] = prompts[-1] <= self.block_size
+            cut, needed = int((~kept).sum()), max(prompts) + 1
+            found, remedy = f"the longest prompt has {max(prompts):,} tokens", ", or shorten the prompts"
+            counts = f"{len(too_long) - cut} lose the end of the answer, and {cut}, which are left out, all of it"
         if not kept.any():
             raise ConfigError(
-                f"{block} leaves no answer of any of the {pairs:,} pairs for {split}: {longest}. Raise "
-                f"model.block_size to more than {max(prompts):,}, or shorten the prompts",
+                f"{block} leaves no answer of any {of}: {found}. Raise model.block_size to {needed:,} or more{remedy}",
                 page="finetune.md#fine-tune",
             )
         if len(too_long):
-            LOGGER.warning(
-                "%s cuts %d of the %d pairs for %s: %d lose the end of the answer, and %d, which are left out, all of "
-                "it (%s)",
-                *(block, len(too_long), pairs, split, len(too_long) - cut, cut, longest),
-                extra=FIRST_RANK,
-            )
+            found = f"data.too_long={data.too_long}; {found}"
+            LOGGER.warning("%s: %d %s are too long: %s (%s)", block, len(too_long), of, counts, found, extra=FIRST_RANK)
         return kept
 
     def empty(self, size: int, *, pinned: bool = False) -> Batch:
@@ -107,11 +112,12 @@ class PairSequences:
     def _read(self, number: int) -> NDArray[np.uint32]:
         """Return the inputs of a sequence and the target of its last token, with flags, (T + 1,)."""
         start, length = int(self._starts[number]), int(self._lengths[number])
-        row = np.full(self.block_size + 1, self.eot, dtype=np.uint32)
+        row = np.full(self.block_size + 1, self.pad, dtype=np.uint32)
         part = self.tokens[start : start + min(length, len(row))]
         row[: len(part)] = part
+        row[length + 1 :] &= ~ANSWER
         if length < len(row):
-            row[length] |= START | ANSWER  # the end of the last answer
+            row[length] |= START  # and, with ANSWER, the end of the last answer
         return row
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from wordrun.common.errors import ConfigError
 from wordrun.data import manifest as manifests, shards
-from wordrun.data.options import TextConfig
+from wordrun.data.options import ANSWERED, TextConfig
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 
@@ -54,7 +54,7 @@ def open_prepared(folder: Path, data: TextConfig, tokenizer: TokenizerConfig, *,
     manifests.check_left_out(data, manifest.left_out, manifest.files_read, manifest.faults)
     train, val = (manifests.split(folder, manifest, split, examine=examine) for split in manifests.SPLITS)
     words, known = manifests.tokenizer(folder, manifest), manifest.bytes_per_token("val")
-    if known is None and manifest.settings["kind"] != "pairs":
+    if known is None and manifest.settings["kind"] not in ANSWERED:
         return Opened.of_tokens(words, train, val)
     return Opened(words, train, val, known)
 
@@ -63,10 +63,10 @@ def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokeni
     """Raise ConfigError if the folder was prepared with options that differ from the run's."""
     made, theirs = manifest.settings, manifest.settings["tokenizer"]
     wanted = {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED if data.kind != "shards"}
-    if data.kind == "pairs":
+    if data.kind in ANSWERED:
         wanted |= {f"data.{name}": (getattr(data, name), made.get(name)) for name in COMPARED_PAIRS}
-    elif made["kind"] == "pairs":
-        wanted["data.kind"] = (data.kind, "pairs")
+    elif made["kind"] in ANSWERED:
+        wanted["data.kind"] = (data.kind, made["kind"])
     wanted["tokenizer"] = (tokenizer.name, theirs["name"])
     if tokenizer.name == theirs["name"] and not (data.kind == "shards" or theirs.get("path")):
         options = {name: value for name, value in asdict(tokenizer).items() if name != "path"}

@@ -168,9 +168,9 @@ def _npy(path: str, file: BinaryIO) -> Shard:
     return Shard(path, dtype.str, file.tell(), int(shape[0]))
 
 
-def dtype_for(vocab_size: int, *, pairs: bool = False) -> str:
-    """Return the token type of shards with ``vocab_size``; token ids of ``pairs`` also hold flags."""
-    return "<u4" if pairs or vocab_size > 2**16 else "<u2"
+def dtype_for(vocab_size: int, *, flags: bool = False) -> str:
+    """Return the token type of shards with ``vocab_size``, and room for ``flags`` in token ids."""
+    return "<u4" if flags or vocab_size > 2**16 else "<u2"
 
 
 def plain(tokens: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -23,8 +23,10 @@ from wordrun.config.registry import part_of, refuse_own_model
 from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
+from wordrun.data.chat_template import template_of
 from wordrun.data.corpus import Corpus, corpus_of_run
 from wordrun.data.loader import Loader
+from wordrun.data.options import ANSWERED
 from wordrun.data.order import order_of_run, pairs_of_run
 from wordrun.data.pairs import READ
 from wordrun.data.prepare.sources import locate
@@ -81,6 +83,8 @@ class LanguageTask(Task):
         )
         self._check_vocabulary()
         self._check_reads()
+        self.template = template_of(cfg.text, self.tokenizer) if cfg.data.kind == "chat" else None
+        self.stops = self.template.stops(self.tokenizer) if self.template else self.tokenizer.stops
         self.sequences = order_of_run(cfg, self.corpus)
         if self._samples():  # now rather than after the first steps
             self._begin(cfg.train.sample_prompt, "train.sample_prompt", ", or train.sample_tokens=0 for no samples")
@@ -148,7 +152,7 @@ class LanguageTask(Task):
         data, name, uses = self.cfg.text, type(self.meta_model).__name__, self.meta_model.uses
         if not isinstance(uses, tuple) or not {*uses} <= {*FIELDS}:
             raise ConfigError(f"{name}.uses={uses!r} should be a tuple of fields of a batch: {', '.join(FIELDS)}")
-        needed = {"documents": data.mask_documents, "scale": data.kind == "pairs"}
+        needed = {"documents": data.mask_documents, "scale": data.kind in ANSWERED}
         if undeclared := [field for field, need in needed.items() if need and field not in uses]:
             if undeclared == ["documents"] and not part_of("model", self.cfg.model).origin:
                 raise ConfigError(
@@ -216,7 +220,7 @@ class LanguageTask(Task):
         shares = [(len(each.val), each.fraction) for each in self.corpus.mix]
         data = (
             ValidationPairs(pairs_of_run(self.cfg, self.corpus, val))
-            if self.cfg.data.kind == "pairs"
+            if self.cfg.data.kind in ANSWERED
             else ValidationTokens(val, model.block_size, self.sequences.document, shares)
         )
         return ValidationSequences(data, model.batch_size, count, self.dp_rank, self.layout.dp)
@@ -295,26 +299,30 @@ class LanguageTask(Task):
     def _begin(self, prompt: str, key: str = "prompt", or_else: str = "") -> tuple[NDArray[Any], int]:
         """Return the tokens that a sample continues, and how many of them are not shown.
 
-        For pairs, they are the end-of-text token, which is not shown, and what precedes the answer. ``key`` and
-        ``or_else`` are those of ``Tokenizer.encode_prompt``.
+        For pairs, they are the end-of-text token, which is not shown, and what precedes the answer; for conversations,
+        what precedes the assistant's turn. ``key`` and ``or_else`` are those of ``Tokenizer.encode_prompt``.
         """
-        if self.cfg.data.kind != "pairs":
+        kind = self.cfg.data.kind
+        if kind not in ANSWERED:
             return self.tokenizer.encode_prompt(prompt, key, or_else)
         if prompt == TrainConfig.sample_prompt:
             pairs = self.corpus.val[:READ]
-            return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64), 1
+            return plain(pairs[: 1 + np.flatnonzero(pairs[1:] & ANSWER)[0]]).astype(np.int64), int(kind == "pairs")
+        if self.template is not None:
+            text = self.template.render([{"role": "user", "content": prompt}], ask=True)
+            return self.tokenizer.encode_spans(text, ())[0], 0
         assert self.tokenizer.eot is not None, "pairs need one"
         tokens, hidden = self.tokenizer.encode_prompt(self.cfg.text.turn(prompt)[0], key, or_else)
         return (tokens if hidden else np.append(self.tokenizer.eot, tokens)).astype(np.int64), 1
 
     def _shown(self, text: NDArray[Any], begin: int) -> NDArray[Any]:
-        """Return what to show of a sample whose first ``begin`` tokens were given: for pairs, up to the answer's end.
+        """Return what to show of a sample whose first ``begin`` tokens were given: of an answer, what precedes its end.
 
         All ranks generate the full length, because ranks that stopped at different lengths would wait for each other.
         """
-        if self.cfg.data.kind != "pairs":
+        if self.cfg.data.kind not in ANSWERED:
             return text
-        ends = np.flatnonzero(text[begin:] == self.tokenizer.eot)
+        ends = np.flatnonzero(np.isin(text[begin:], self.stops))
         return text[: begin + ends[0] if len(ends) else None]
 
     def facts(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from wordrun.common import files
 from wordrun.common.log import LOGGER
 from wordrun.config.compose import data_home
 from wordrun.config.registry import Part, part_of
+from wordrun.data.chat_template import template_source
 from wordrun.data.manifest import Manifest
-from wordrun.data.options import TextConfig
+from wordrun.data.options import ANSWERED, TextConfig
 from wordrun.data.prepare.sources.base import Source
 from wordrun.data.tokenizers.construction import build
 from wordrun.data.tokenizers.options import TokenizerConfig
@@ -42,10 +43,12 @@ def folder_of(source: Source, tokenizer: TokenizerConfig) -> Path:
 def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
     """Return all settings that affect the shards."""
     found: dict[str, Any] = {name: getattr(source.data, name) for name in SETTINGS}
-    if source.data.kind == "pairs":
+    if source.data.kind in ANSWERED:
         found |= {name: getattr(source.data, name) for name in PAIR_SETTINGS}
-        if source.data.other_fields():  # older versions took them for literal text
-            found["fields"] = source.data.other_fields()
+    if source.data.kind == "chat":
+        found["chat_template"] = hashlib.sha256(template_source(source.data).encode()).hexdigest()
+    elif source.data.kind == "pairs" and source.data.other_fields():  # older versions took them for literal text
+        found["fields"] = source.data.other_fields()
     if source.data.format:
         found["format"] = source.data.format
     if source.data.kind == "file":  # newer versions read more files, and fewer rows

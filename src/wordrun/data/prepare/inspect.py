@@ -14,6 +14,7 @@ from rich.text import Text
 
 from wordrun.config.schema import Config
 from wordrun.data import manifest as manifests
+from wordrun.data.options import ANSWERED
 from wordrun.data.order import Sequences
 from wordrun.data.shards import Tokens, examine, plain
 from wordrun.data.tokenizers.base import Tokenizer
@@ -46,7 +47,7 @@ def inspect(folder: Path, cfg: Config, screen: Console) -> None:
             f"90 % between {low:,.0f} and {high:,.0f}"
         )
         print_(_longest(folder, found, tokenizer))
-    if manifest.settings["kind"] != "pairs":
+    if manifest.settings["kind"] not in ANSWERED:
         print_(_sequences(folder, manifest, cfg, tokenizer))
     picture = (folder if os.access(folder, os.W_OK) else Path.cwd()) / "inspect.png"
     draw(picture, manifest, counts, sizes)

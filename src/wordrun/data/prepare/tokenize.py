@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
@@ -16,7 +17,7 @@ from wordrun.data.manifest import SPLITS, TOKENIZER
 from wordrun.data.prepare import writer
 from wordrun.data.prepare.sources.base import Document, Source, WorkItem
 from wordrun.data.prepare.writer import SplitWriter
-from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.base import CUT, Span, Tokenizer
 from wordrun.data.tokenizers.char import distinct
 from wordrun.data.tokenizers.construction import from_json
 
@@ -31,8 +32,9 @@ Faults = dict[str, tuple[int, str]]
 """Rows that are left out: their number for each reason, and a message that names the first."""
 BLANK = ("null", "empty")
 """Reasons for which even all rows of a work item may be left out."""
-Chunk = tuple[str, bool, str, bool]
-"""A part of a text, whether it begins a document, its split, and whether it is part of an answer."""
+Chunk = tuple[str, bool, str, bool | tuple[Span, ...]]
+"""A part of a text, whether it begins a document, its split, and whether it is part of an answer; for a conversation,
+where its answers are."""
 
 
 def record_of(folder: Path, task: str, number: int) -> Path:
@@ -76,8 +78,8 @@ def _tokenizer(content: str) -> Tokenizer:
 def write_shards(item: WorkItem, source: Source, tokenizer: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
     """Write the shards of ``item`` and return their manifest entries by split, and the rows that are left out."""
     faults: Faults = {}
-    pairs = source.data.kind == "pairs"
-    splits = {split: SplitWriter(split, item, tokenizer, folder, pairs=pairs) for split in SPLITS}
+    source = source.with_tokenizer(tokenizer)
+    splits = {split: SplitWriter(split, item, tokenizer, folder, source.data.kind) for split in SPLITS}
     if source.is_tokens:
         _rewrite(item, splits[item.kind], tokenizer, report)
     else:
@@ -92,9 +94,16 @@ def _encode(
     """Write the texts of ``batches`` as tokens."""
     documents = tokens = read = 0
     for batch in batches:
-        texts = [text for text, *_ in batch]
-        for (text, begins, split, answers), ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            splits[split].add(ids, begins, answers, text=text)
+        encoded = iter(tokenizer.encode_batch([text for text, *_, answers in batch if isinstance(answers, bool)]))
+        specials = re.compile("|".join(map(re.escape, [*tokenizer.specials(), CUT])))
+        for text, begins, split, answers in batch:
+            if isinstance(answers, bool):
+                ids = next(encoded)
+                splits[split].add(ids, begins, answers, text=text)
+            else:
+                ids, predicted = tokenizer.encode_spans(text, answers)
+                said = "".join(text[start:stop] for start, stop in answers)
+                splits[split].add(ids, begins, predicted, text=specials.sub("", said))
             documents, tokens, read = documents + begins, tokens + len(ids), read + len(text)
         report(documents, tokens, read)
 
@@ -141,7 +150,9 @@ def _split(item: WorkItem, source: Source, faults: Faults) -> Iterator[Chunk]:
     share, number = source.data.val_fraction, -1
     for document in documents(item, source, faults):
         number += document.begins
-        if item.split:
+        if document.spans is not None:
+            yield document.text, True, item.split or _held_out(number, share), document.spans
+        elif item.split:
             length = len(document.text)
             yield from ((*chunk, item.split, document.answers) for chunk in chunks(document, 0, length))
         elif item.kind == "text":
@@ -149,8 +160,13 @@ def _split(item: WorkItem, source: Source, faults: Faults) -> Iterator[Chunk]:
             yield from ((*chunk, "train", False) for chunk in chunks(document, 0, cut))
             yield from ((text, False, "val", False) for text, _ in chunks(document, cut, len(document.text)))
         else:
-            split = "val" if int((number + 1) * share) > int(number * share) else "train"
+            split = _held_out(number, share)
             yield from ((*chunk, split, document.answers) for chunk in chunks(document, 0, len(document.text)))
+
+
+def _held_out(number: int, share: float) -> str:
+    """Return the split of a document by its number."""
+    return "val" if int((number + 1) * share) > int(number * share) else "train"
 
 
 def chunks(document: Document, start: int, stop: int) -> Iterator[tuple[str, bool]]:

@@ -12,9 +12,11 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wordrun.common.errors import UserError
 from wordrun.data import manifest as manifests, shards
+from wordrun.data.options import ANSWERED
 from wordrun.data.prepare.sources.base import WorkItem
 from wordrun.data.shards import ANSWER, START
 from wordrun.data.tokenizers.base import Ids, Tokenizer
@@ -37,26 +39,36 @@ class SplitWriter:
         item: WorkItem,
         tokenizer: Tokenizer,
         folder: Path,
+        kind: str = "file",
         *,
-        pairs: bool = False,
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
         self.name, self.item, self.folder, self.shard_tokens = name, item, folder, shard_tokens
         self._eot = None if tokenizer.eot is None else np.array([tokenizer.eot])
-        if pairs and self._eot is not None:
+        self._kind = kind
+        if kind == "chat":  # the template writes all tokens
+            self._eot = None
+        elif kind == "pairs" and self._eot is not None:
             self._eot = self._eot.astype(np.uint32) | START | ANSWER  # as a target, it ends the answer before it
-        self.dtype = shards.dtype_for(tokenizer.vocab_size, pairs=pairs)
+        self.dtype = shards.dtype_for(tokenizer.vocab_size, flags=kind in ANSWERED)
         self._entries: list[manifests.Entry] = []
         self._parts: list[Ids] = []
         self._starts: list[int] = []
         self._count = self._predicted = self._bytes = 0
-        self._pairs = pairs
 
-    def add(self, tokens: Ids, begins: bool, answers: bool = False, *, text: str = "") -> None:
-        """Append the tokens of ``text``: after an end-of-text token if ``begins``, and as an answer if ``answers``."""
-        predicted = answers or not self._pairs
-        self._predicted += len(tokens) * predicted
-        self._bytes += len(text.encode()) * predicted
+    def add(self, tokens: Ids, begins: bool, answers: bool | NDArray[np.bool_] = False, *, text: str = "") -> None:
+        """Append tokens, after an end-of-text token if ``begins``.
+
+        Args:
+            tokens: (T,)
+            begins: whether they begin a document.
+            answers: whether they are an answer; for a conversation, which of them are in one, (T,).
+            text: what is predicted of their text.
+        """
+        flags = np.broadcast_to(answers, len(tokens))
+        predicted = int(flags.sum()) if self._kind in ANSWERED else len(tokens)
+        self._predicted += predicted
+        self._bytes += len(text.encode()) if predicted else 0
         if begins:
             if self._count >= self.shard_tokens:
                 self._flush()
@@ -64,7 +76,11 @@ class SplitWriter:
             if self._eot is not None:
                 self._append(self._eot)
                 self._predicted += 1
-        self._append(tokens.astype(np.uint32) | ANSWER if answers else tokens)
+        if flags.any():
+            tokens = np.where(flags, tokens.astype(np.uint32) | ANSWER, tokens.astype(np.uint32))
+        if begins and self._kind == "chat":
+            tokens[0] |= START
+        self._append(tokens)
 
     def add_shard(self, tokens: Ids) -> None:
         """Write a shard of tokens that already include the end-of-text tokens."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,10 @@ from numpy.typing import NDArray
 from wordrun.common.errors import ConfigError
 
 Ids = NDArray[np.integer]
+Span = tuple[int, int]
+"""Where a part of a text begins and ends, in characters."""
+CUT = "\U000ffffe"
+"""A noncharacter of Unicode, which is in no text: what is before it and after it is no special token together."""
 END = "<|endoftext|>"
 """GPT-2's name for the end-of-text token. Within a text, these are 13 ordinary characters."""
 
@@ -25,6 +31,9 @@ class Tokenizer(ABC):
     """Number of distinct tokens."""
     eot: int | None
     """The end-of-text token that precedes each document; None if there is none."""
+    chat: Mapping[str, Any] = MappingProxyType({})
+    """What a model's folder has for conversations: the "template", the "names" of special tokens in it, and the tokens
+    that "stop" generation."""
     missing: str = ""
     """Why it cannot convert text, and the remedy; empty: it can."""
 
@@ -40,6 +49,35 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the token ids of each text, without ``eot``, in any integer type."""
+
+    @property
+    def eot_text(self) -> str:
+        """The text that stands for ``eot`` in a chat template."""
+        return END
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end an answer."""
+        return list(dict.fromkeys([*([] if self.eot is None else [self.eot]), *self.chat.get("stop", [])]))
+
+    def specials(self) -> list[str]:
+        """Return the texts that stand for special tokens in a chat template."""
+        return [] if self.eot is None else [self.eot_text]
+
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the token ids of a text that a chat template has written, (T,), and which of them are in ``spans``.
+
+        Unlike in other texts, ``specials`` in it are tokens; ``CUT`` separates what is none. No token has characters on
+        both sides of the end of a span.
+        """
+        starts, ids, flags = {start for start, _ in spans}, [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+        for begin, end in pairwise(sorted({0, len(text), *chain.from_iterable(spans)})):
+            piece = text[begin:end]
+            for number, part in enumerate([piece] if self.eot is None else piece.split(self.eot_text)):
+                eot = [np.array([self.eot])] if number else []
+                ids += [*eot, *(self.encode(each) for each in part.split(CUT) if each)]
+            flags.append(np.full(sum(map(len, ids)) - sum(map(len, flags)), begin in starts))
+        return np.concatenate(ids), np.concatenate(flags)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the token ids of ``text``, without ``eot``; ``END`` in it is ordinary text.

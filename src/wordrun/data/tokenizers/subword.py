@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import re
 import tempfile
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.files import read_json
 from wordrun.data.contents import refuse_special
-from wordrun.data.tokenizers.base import END, Ids, Tokenizer
+from wordrun.data.tokenizers.base import CUT, END, Ids, Span, Tokenizer
 from wordrun.data.tokenizers.huggingface import letters
 from wordrun.data.tokenizers.options import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
 
@@ -31,6 +33,8 @@ GPT2_URLS = {
 """URLs of the vocabulary, both with the same content; tiktoken derives the file names in its cache from them."""
 EOT_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """Names of the end-of-text token in various models."""
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens in chat templates."""
 # Before merging, GPT-2 splits text into contractions, words, numbers and symbols, each with the preceding space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -209,9 +213,10 @@ class HFTokenizer(Tokenizer):
 
     kind = "hf"
 
-    def __init__(self, content: str, eot: int | None) -> None:
+    def __init__(self, content: str, eot: int | None, chat: Mapping[str, Any] | None = None) -> None:
         from tokenizers import Tokenizer
 
+        self.chat = chat or {}
         self._content = content
         self._fast = Tokenizer.from_str(content)
         self._cache = WordCache(self._ids) if _splits_like_gpt2(content) else None
@@ -223,8 +228,8 @@ class HFTokenizer(Tokenizer):
     @classmethod
     def build(cls, cfg: BPETokenizerConfig | HFTokenizerConfig, texts: Iterable[str] = ()) -> HFTokenizer:
         """Return the tokenizer in the folder ``cfg.path``."""
-        content = _read(str(cfg.path))
-        return cls(content, _eot(content))
+        content, chat = _read(str(cfg.path))
+        return cls(content, _eot(content), chat)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         found = [self._by_word(text) for text in texts]
@@ -244,17 +249,44 @@ class HFTokenizer(Tokenizer):
         # encode_batch_fast measured slower.
         return [encoding.ids for encoding in self._fast.encode_batch(texts, add_special_tokens=False)]
 
+    @property
+    def eot_text(self) -> str:
+        return END if self.eot is None else str(self._fast.id_to_token(self.eot))
+
+    def specials(self) -> list[str]:
+        added = json.loads(self._content).get("added_tokens", [])
+        return list(dict.fromkeys([*super().specials(), *(each["content"] for each in added if each["special"])]))
+
+    def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        if not self._added:  # no text is a special token for the library
+            return super().encode_spans(text, spans)
+        # As one text, like transformers; the tokens of a span are those with characters of it, and all between them.
+        ids, starts, stops, at = [], [], [], 0
+        for piece in text.split(CUT):
+            encoding = self._fast.encode(piece, add_special_tokens=False)
+            ids += encoding.ids
+            starts += [at + start for start, _ in encoding.offsets]
+            stops += [at + stop for _, stop in encoding.offsets]
+            at += len(piece) + len(CUT)
+        begins, ends, inside = np.array(starts), np.array(stops), np.zeros(len(ids), dtype=np.bool_)
+        for start, stop in spans:
+            found = np.flatnonzero((begins < stop) & (ends > start) & (begins < ends))
+            if len(found):
+                inside[found[0] : found[-1] + 1] = True
+        return np.array(ids, dtype=np.int64), inside
+
     def decode(self, tokens: Ids) -> str:
         return str(self._fast.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON that embeds the library's JSON."""
-        return json.dumps({"kind": self.kind, "eot": self.eot, "tokenizer": json.loads(self._content)})
+        chat = {"chat": self.chat} if self.chat else {}
+        return json.dumps({"kind": self.kind, "eot": self.eot, **chat, "tokenizer": json.loads(self._content)})
 
     @classmethod
     def from_json(cls, text: str) -> Any:
         content = json.loads(text)
-        return cls(json.dumps(content["tokenizer"]), content["eot"])
+        return cls(json.dumps(content["tokenizer"]), content["eot"], content.get("chat"))
 
 
 class BPETokenizer(HFTokenizer):
@@ -301,8 +333,8 @@ def _splits_like_gpt2(content: str) -> bool:
     )
 
 
-def _read(path: str) -> str:
-    """Return the tokenizer.json at ``path``, which is the file or its folder."""
+def _read(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the tokenizer.json at ``path``, a file or its folder, and what is beside it for conversations."""
     given = Path(os.path.expanduser(path))
     file = given / "tokenizer.json" if given.is_dir() else given
     try:
@@ -311,6 +343,7 @@ def _read(path: str) -> str:
         saved = json.loads(content)
         if "tokenizer" in saved:  # wordrun's own file, saved with shards
             content = json.dumps(saved["tokenizer"])
+        chat = saved["chat"] if "chat" in saved else _chat(file.parent) if given.is_dir() else {}
         from tokenizers import Tokenizer
 
         Tokenizer.from_str(content)
@@ -322,7 +355,27 @@ def _read(path: str) -> str:
     except Exception as error:  # the library raises plain Exception
         reason = first_line(error, 120)
         raise ConfigError(f"tokenizer.path={path}: {file} is not a valid tokenizer.json ({reason})") from None
-    return content
+    return content, chat
+
+
+def _chat(folder: Path) -> dict[str, Any]:
+    """Return what a model's folder has for conversations, as ``Tokenizer.chat``."""
+    named, generation = read_json(folder / "tokenizer_config.json"), read_json(folder / "generation_config.json")
+    named = read_json(folder / "special_tokens_map.json") | named
+    names = {
+        name: str(value["content"] if isinstance(value, dict) else value)
+        for name, value in named.items()
+        if name in TOKEN_NAMES and value
+    }
+    template = named.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    with contextlib.suppress(OSError):
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not isinstance(template, str):
+        return {}
+    stop = generation.get("eos_token_id", [])
+    return {"template": template, "names": names, "stop": stop if isinstance(stop, list) else [stop]}
 
 
 def _eot(content: str) -> int | None:

@@ -18,7 +18,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.common.files import absolute
 from wordrun.data.options import TextConfig
 from wordrun.data.tokenizers import construction as tokenizers
-from wordrun.data.tokenizers.base import Tokenizer
+from wordrun.data.tokenizers.base import Span, Tokenizer
 from wordrun.data.tokenizers.options import TokenizerConfig
 
 BOM = "\ufeff"
@@ -53,6 +53,8 @@ class Document:
     """Whether this is the beginning of the text."""
     answers: bool = False
     """Whether it is an answer, which is predicted; the document before it is the prompt."""
+    spans: tuple[Span, ...] | None = None
+    """For a conversation, which a template has written with special tokens: the text that is predicted."""
     fault: tuple[str, str] | None = None
     """For a row without text: the reason, by which such rows are counted, and a message that names the row."""
 
@@ -127,6 +129,10 @@ class Source:
     def beginning(self, item: WorkItem, characters: int) -> WorkItem:
         """Return a work item with at least the first ``characters`` of ``item``, if that is less to read."""
         return item
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> Source:
+        """Return the source whose documents are for ``tokenizer``."""
+        return self
 
     def tokenizer(self, cfg: TokenizerConfig) -> Tokenizer | None:
         """Return the tokenizer, or None if it is built from the text."""

@@ -20,7 +20,7 @@ from typing import IO, Any
 from wordrun.common.errors import ConfigError, first_line
 from wordrun.data import contents
 from wordrun.data.contents import DAMAGE, FORMATS, UNKNOWN, UNNAMED, Content, opened, optional
-from wordrun.data.options import TextConfig
+from wordrun.data.options import ANSWERED, TextConfig
 from wordrun.data.prepare.sources.base import BOM, BadRowError, Document, Source, WorkItem, required
 
 MAX_LINE = 2**20
@@ -441,7 +441,7 @@ def field(row: Row, key: str, where: str, option: str = "data.text_key", *, may_
 
 
 def _row_groups(path: Path, most: int, data: TextConfig) -> list[Part]:
-    metadata = _parquet(path, [data.text_key] if data.kind != "pairs" else None).metadata
+    metadata = _parquet(path, [data.text_key] if data.kind not in ANSWERED else None).metadata
     parts, start, size = [], 0, 0
     for group in range(metadata.num_row_groups):
         size += metadata.row_group(group).total_byte_size
