@@ -89,9 +89,10 @@ class Chat:
         continue_: generates tokens, and keeps its KV cache between calls.
         tokenizer: the model's tokenizer.
         data: the options of the training data; for pairs and conversations, their template formats each turn.
+        stops: the model's own tokens that end a text.
     """
 
-    def __init__(self, continue_: Continue, tokenizer: Tokenizer, data: TextConfig) -> None:
+    def __init__(self, continue_: Continue, tokenizer: Tokenizer, data: TextConfig, stops: Sequence[int] = ()) -> None:
         self.continue_, self.tokenizer, self.data = continue_, tokenizer, data
         self.template: ChatTemplate | None = None
         self.after = ""
@@ -100,10 +101,10 @@ class Chat:
             from wordrun.data.chat_template import template_of  # Jinja, which messages do not wait for
 
             self.template = template_of(data, tokenizer)
-            self.stop = self.template.stops(tokenizer)
+            self.stop = [*stops, *self.template.stops(tokenizer)]
         else:
             _, self.after = self._written("")
-            self.stop = [*tokenizer.stops, *tokenizer.encode(self.after)[:1].tolist()]
+            self.stop = [*stops, *tokenizer.stops, *tokenizer.encode(self.after)[:1].tolist()]
         self.reset()
 
     def reset(self) -> None:

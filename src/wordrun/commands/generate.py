@@ -135,9 +135,9 @@ def write(options: GenerateConfig) -> None:
     )
     _say(_training(saved))
     block_size = saved.config.text_model.block_size
+    data, stops = saved.config.text, list(model.stops()) if tokenizer.kind == "hf" else []
     sampled = partial(
         generate_by(model, device),
-        stop=model.stops() if tokenizer.kind == "hf" else (),
         length=options.length,
         block_size=block_size,
         temperature=options.temperature,
@@ -147,20 +147,21 @@ def write(options: GenerateConfig) -> None:
     )
     if talks:
         slide = max(options.slide, block_size // 4)  # or each token would recompute a full context
-        converse(Chat(partial(sampled, slide=slide), tokenizer, saved.config.text))
+        converse(Chat(partial(sampled, slide=slide), tokenizer, data, stops))
         return
+    ends: list[int] = []  # tokens that are not shown
+    if data.kind in ANSWERED and options.num_samples == 1:
+        stops = ends = Chat(sampled, tokenizer, data, stops).stop
     if options.num_samples > 1:
         print(_title(1, options))
     show = Screen(tokenizer.decode)
     show(begin[hidden:].tolist())
-    stops = Chat(sampled, tokenizer, saved.config.text).stop if saved.config.data.kind in ANSWERED else []
-    stops = stops if options.num_samples == 1 else []
     start = time.perf_counter()
     texts = sampled(
         begin.expand(options.num_samples, -1),
         slide=options.slide,
         stop=stops,
-        on_tokens=lambda column: None if int(column[0]) in stops else show(column[:1].tolist()),
+        on_tokens=lambda column: None if int(column[0]) in ends else show(column[:1].tolist()),
     )
     seconds = time.perf_counter() - start
     show.end()
