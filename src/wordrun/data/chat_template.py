@@ -216,7 +216,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     """Return Jinja with what transformers offers to templates."""
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     found.filters["tojson"] = _json
-    found.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    found.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
     return found
 
 
