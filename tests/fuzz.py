@@ -331,7 +331,12 @@ def examined(case: Case, folder: Path, limit: float = 240) -> list[str]:
     except RejectedError as error:
         raise RejectedError(f"alone: {error}") from None
     except RunError as error:
+        if " is NaN" in str(error):
+            raise RejectedError("alone: the loss is NaN") from None
         return [f"one process: {error}"]
+    losses = [line["loss"] for line in one["lines"] if "loss" in line]
+    if max(losses) > 1.5 * losses[0]:
+        raise RejectedError("alone: the loss diverges, so that rounding decides its course")
     exports = case.probe == "export" and "model.lora_rank" not in ours  # whose adapters are merged
     jobs = [Job("many", config(ours, "many"), exports=exports)]
     if case.probe == "quiet":

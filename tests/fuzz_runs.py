@@ -43,7 +43,7 @@ class Job:
     name: str
     cfg: Config
     noise: int = 0
-    """Seed of relative changes of 3e-7 in the initial weights; 0: none."""
+    """Seed of relative changes of the initial weights, 3e-7 or with bf16 4e-3; 0: none."""
     exports: bool = False
     plain: bool = False
     """Whether to compute the gradients of the first step by a plain loop, too."""
@@ -138,8 +138,9 @@ def _train(job: Job, world: Any) -> dict[str, Any]:
     with trainer:
         named, backend = parameters(trainer), trainer.backend
         generator = torch.Generator().manual_seed(job.noise)
+        relative = 3e-7 if backend.dtype == torch.float32 else 4e-3
         for _, p in named if job.noise else ():
-            p.data.mul_(1 + 3e-7 * torch.randn(p.shape, generator=generator))
+            p.data.mul_(1 + relative * torch.randn(p.shape, generator=generator))
         found["start"] = {name: full(p.detach()).clone() for name, p in named}
         if job.plain and backend.dtype == torch.float32:
             found["plain"] = _plain_gradients(trainer)
