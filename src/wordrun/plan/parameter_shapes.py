@@ -124,7 +124,7 @@ def shapes_of(cfg: ModelConfig, vocab_size: int, multiple: int = 1, *, split: bo
         NoEstimateError: it is not a transformer.
     """
     if not isinstance(cfg, TransformerConfig):
-        raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers transformers only")
+        raise NoEstimateError(f"no estimate for model={cfg.name}: the plan covers wordrun's own transformers only")
     if not needs_torch(cfg):
         return known_shapes(cfg, math.ceil((cfg.vocab_size or vocab_size) / multiple) * multiple)
     from wordrun.model.construction import meta_model
