@@ -24,6 +24,12 @@ FOUND: dict[str, str] = {
         {"options": {"data": "file", "data.path": "text.txt", "model": "gpt", "tokenizer": "byte", "optimizer": "sgd",
         "train.global_batch_size": 8}, "how": {"train.backend": "TP", "model.batch_size": 4}, "ranks": 2}
     """,
+    "muP's learning rates with DeepSpeed's stage 3": """
+        {"options": {"data": "file", "data.path": "text.txt", "model": "gpt", "model.mup": true,
+        "model.mup_base_width": 8, "tokenizer": "byte", "optimizer": "adamw", "optimizer.learning_rate": 0.003,
+        "train.global_batch_size": 4}, "how": {"train.backend": "deepspeed", "backend.stage": 3,
+        "backend.keep_below": 2, "model.batch_size": 2}, "ranks": 2}
+    """,
 }
 
 

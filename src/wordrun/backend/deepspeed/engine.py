@@ -109,7 +109,9 @@ class DeepSpeedBackend:
             name: nn.Parameter(torch.empty((), device=self.device).expand(shape), requires_grad=trained)
             for name, (shape, trained) in shapes.items()
         }
-        optimizer = self.spec.optimizer(NamedParameters(stand_ins.items(), model.matrices()))
+        # Of a model on the meta device, because sharded parameters have no dimensions by which to know matrices.
+        matrices = self.spec.make_model().matrices()
+        optimizer = self.spec.optimizer(NamedParameters(stand_ins.items(), matrices))
         real = {stand_ins[name]: parameter for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             group["params"] = [real[stand_in] for stand_in in group["params"]]
