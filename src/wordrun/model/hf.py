@@ -165,7 +165,7 @@ class HFModel(PlainModel):
         if self._passes > 1:
             raise ConfigError(
                 f"model.path={self.cfg.path}: with output_router_logits=true in config.json, experts are balanced over "
-                "the complete batch, so that a step must be one micro-step: use optimizer.gas=1 with a larger "
+                "the complete batch, so that a step must be one micro-step: use train.accumulation=1 with a larger "
                 "model.batch_size, or +model.config.output_router_logits=false"
             )
         logits, self._routed = torch.cat([each.flatten(0, -2) for each in self._routed]), ()

@@ -105,7 +105,7 @@ class DilocoConfig(BackendConfig):
             return
         inside = self.inside()
         if inside.one_micro_step and gas != 1:
-            yield "backend.inner_options.static_graph=true needs one micro-step: omit it, or train.accumulation"
+            yield "backend.inner_options.static_graph=true needs one micro-step per step: omit it or train.accumulation"
         yield from map(self.of_inner, inside.conflicts_on(cfg, at.of_island, gas))
 
     def inside(self) -> BackendConfig:
