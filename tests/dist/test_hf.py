@@ -12,7 +12,7 @@ import pytest
 
 from wordrun.config.compose import compose
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 V, T, STEPS = 61, 16, 10
 SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -208,7 +208,7 @@ def ran(ranks: Any, n: int, runs: dict[str, Any]) -> dict[str, list[float]]:
     """Return the losses of each of ``runs`` on ``n`` ranks."""
     Path("script.py").write_text(SCRIPT)
     Path(f"runs-{n}").write_bytes(pickle.dumps(runs))
-    done = ranks(n, "script.py", f"runs-{n}", under="fork", timeout=500)
+    done = ranks(n, "script.py", f"runs-{n}", under="fork", timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found: dict[str, list[float]] = {}
     for line in done.stdout.splitlines():
