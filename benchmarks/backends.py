@@ -178,7 +178,7 @@ def memories(world: dist.World, folder: str) -> list[str]:
             step()  # and this one DDP's last buckets
             measured = peak(step)
             model = shapes_of(trainer.cfg.transformer, VOCABULARY)
-            options = PlanConfig(devices=world.size, per_node=world.size, device="cpu")
+            options = PlanConfig(ranks=world.size, per_node=world.size, device="cpu")
             strategy = Estimator(trainer.cfg, model, hardware(options)).strategy(backend, trainer.cfg.backend)
             need = memory(model, strategy, "none", pp_rank=trainer.layout.index(world.rank, "pp"))
             planned = need.total - need.parameters - need.optimizer
