@@ -238,7 +238,7 @@ def plan(words: list[str], rank: int) -> tuple[dict[str, float], bool]:
     """Return the plan for ``rank``, and whether its shards are the first, which are the largest."""
     cfg = compose(words)
     estimator = Estimator(
-        cfg, shapes_of(cfg.model, VOCAB), hardware(PlanConfig(devices=RANKS, per_node=PER_NODE, device="cpu"))
+        cfg, shapes_of(cfg.model, VOCAB), hardware(PlanConfig(ranks=RANKS, per_node=PER_NODE, device="cpu"))
     )
     strategy = estimator.strategy("as asked", cfg.backend)
     layout = strategy.layout

@@ -109,7 +109,7 @@ def plan(words: list[str], n: int, rank: int) -> tuple[dict[str, float], bool]:
     """Return the plan for ``rank``, and whether its shards are the first, which are the largest."""
     cfg = compose(words)
     model = shapes_of(cfg.model, VOCAB)
-    estimator = Estimator(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
+    estimator = Estimator(cfg, model, hardware(PlanConfig(ranks=n, per_node=n, device="cpu")))
     strategy = estimator.strategy("as asked", cfg.backend)
     layout = strategy.layout
     need = memory(model, strategy, "none", pp_rank=layout.index(rank, "pp"))
@@ -210,7 +210,7 @@ def _most(words: list[str], n: int) -> float:
     """Return the plan for the rank that needs most memory [bytes]."""
     cfg = compose(words)
     model = shapes_of(cfg.model, VOCAB)
-    estimator = Estimator(cfg, model, hardware(PlanConfig(devices=n, per_node=n, device="cpu")))
+    estimator = Estimator(cfg, model, hardware(PlanConfig(ranks=n, per_node=n, device="cpu")))
     return memory(model, estimator.strategy("as asked", cfg.backend), "none").total
 
 
@@ -247,7 +247,7 @@ with dist.session(device="cpu") as world:
         most = min(peak(step) for _ in range(3))  # gloo's threads may keep a tensor for a moment longer
         made.close()
         shapes = shapes_of(cfg.model, VOCAB)
-        estimator = Estimator(cfg, shapes, hardware(PlanConfig(devices=world.size, per_node=world.size, device="cpu")))
+        estimator = Estimator(cfg, shapes, hardware(PlanConfig(ranks=world.size, per_node=world.size, device="cpu")))
         planned = memory(shapes, estimator.strategy("as asked", cfg.backend), "none").logits
         if layout.pp == 1 or world.rank == 1:  # the last stage has the logits
             sys.stdout.write(json.dumps([words, most, planned]) + "\\n")
