@@ -295,7 +295,7 @@ def test_ls_shows_the_best_value_of_the_metric_that_counts(tmp_path: Path, capsy
     assert ls.main([str(outputs)]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     rows = {words[0]: words for line in lines if (words := line.split())}
-    assert "val_loss  best val_accuracy" in header
+    assert "val_loss  val_bpb  best val_accuracy" in header
     assert rows["a"][4:6] == ["3.0000", "0.7500"]  # so far
     assert rows["b"][4:6] == ["3.0000", "0.8750"]
     assert rows["plain"][4:6] == ["3.1000", "100"]
