@@ -76,6 +76,12 @@ def test_flags_and_overrides_come_in_any_order() -> None:
     assert "kind: sample" in shown
 
 
+def test_cfg_of_a_sweep_is_that_of_its_first_point(capsys: pytest.CaptureFixture[str]) -> None:
+    """And no point is started."""
+    assert "\n  seed: 5\n" in printed("-m", "--cfg", "job", "train.seed=5,6,7")
+    assert capsys.readouterr().err == "the first of 3 points:\n"
+
+
 def test_help_shows_the_options_of_a_group_with_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     shown = [ModernConfig, TextConfig, DDPConfig, MuonConfig, TrainConfig, WandbConfig]

@@ -68,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with dist.guard(world):
         if args.help:
             return _help(args) if world.rank == 0 else 0
-        if args.multirun:
+        if args.multirun and args.cfg:
+            first = _first_point(args.overrides, world)
+            kept = (word for word in arguments if word not in {"-m", "--multirun", *args.overrides})
+            args.overrides, arguments = first, [*kept, *first]
+        elif args.multirun:
             return _sweep(args, world)
         if args.cfg and world.rank == 0:
             compose(args.overrides, tree=_tree(args))
@@ -226,6 +230,14 @@ def _sweep(args: Namespace, world: dist.World) -> int:
 
     given = (("--config-path", args.config_path), ("--config-name", args.config_name))
     return _hydra(["--multirun", *(word for pair in given if pair[1] for word in pair), *overrides], task)
+
+
+def _first_point(overrides: Sequence[str], world: dist.World) -> list[str]:
+    """Return the overrides of the first point of a sweep, for ``--cfg``."""
+    points = sweep_points([renamed(override) for override in overrides])
+    if world.rank == 0:
+        print(f"the first of {len(points):,} points:", file=sys.stderr)
+    return points[0]
 
 
 def sweep_points(overrides: list[str]) -> list[list[str]]:
