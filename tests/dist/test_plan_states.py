@@ -269,7 +269,8 @@ def test_the_memory_of_a_loss_of_many_logits_is_the_planned(backend: str, ranks:
     """),
         f"train.backend={backend}",
     ]
-    n, models = 1 if backend == "DDP" else 2, [["model=nano"], ["model=modern", "model.softcap=15"], ["model=modern"]]
+    modern = ["model=modern", "model.n_hidden=16"]  # n_embd, as small as the rest
+    n, models = 1 if backend == "DDP" else 2, [["model=nano"], [*modern, "model.softcap=15"], modern]
     if backend == "PP":
         models, small = [["model=nano"]], [*small, "model.n_layer=2", "backend.schedule=GPipe"]
     # Where products in bf16 are emulated, which needs another copy, runs compute in fp32.
