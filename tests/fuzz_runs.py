@@ -342,7 +342,7 @@ def planned(cfg: Config, ranks: int, many: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(cfg.model, TransformerConfig) or not cfg.backend.keeps_parameters or cfg.lora_rank:
         return
     model = shapes_of(cfg.model, many["vocab_size"], split=not cfg.backend.replicated)
-    estimator = Estimator(cfg, model, hardware(PlanConfig(devices=ranks, per_node=ranks, device="cpu")))
+    estimator = Estimator(cfg, model, hardware(PlanConfig(ranks=ranks, per_node=ranks, device="cpu")))
     strategy = estimator.strategy("as asked", cfg.backend)
     need = partial(memory, model, strategy, "none")
     for rank, sizes in enumerate(many["sizes"]):

@@ -157,8 +157,8 @@ def test_the_command_line_knows_them(command: Command, page: Path) -> None:
     assert "Hidden units of an MLP" in shown.stdout
     shown = command(*wordrun, "plan", "model=squared")
     assert shown.stdout.count("no estimate") > 5
-    wrong = command(*wordrun, "model=squarde", "data=sums", "data.mots=3", "model.n_layer=0")
+    wrong = command(*wordrun, "model=squarde", "data=sums", "data.mots=3", "model.n_layer=-1")
     assert wrong.returncode == 2
     assert "did you mean 'squared'?" in wrong.stderr
     assert "did you mean 'data.most'?" in wrong.stderr
-    assert "model.n_layer=0 should be at least 1" in wrong.stderr
+    assert "model.n_layer=-1 should be at least 1" in wrong.stderr

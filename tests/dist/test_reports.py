@@ -37,9 +37,7 @@ CASES = {
     ),
     "chunked loss, 300 steps": fuzz.Case(CHUNKS, TP, 2),
     "expert bias, pipeline": fuzz.Case(EXPERTS, PP | {"backend.shard": 2, "model.batch_size": 2}, 4),
-    "rate after a kill within warm-up and ramp": fuzz.Case(
-        RAMP, DDP, 2, "resume", 2, FSDP | {"model.batch_size": 4}, 1
-    ),
+    "rate after a kill within warm-up and ramp": fuzz.Case(RAMP, DDP, 2, "resume", 2, FSDP, 2),
     "shards with no rows": fuzz.Case(
         TEXT | {"model": "llama", "model.n_hidden": 3, "optimizer": "muon", "optimizer.learning_rate": 1e-3},
         *(FSDP, 4, "resume", 3, FSDP, 2),

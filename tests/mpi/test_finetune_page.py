@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.forked_programs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
-(TRAIN,) = re.findall(r"^launch .*$", PAGE, re.MULTILINE)
+(TRAIN,) = re.findall(r"^launch .* data=pairs .*$", PAGE, re.MULTILINE)
 EXPORTS = [line.partition("#")[0].strip() for line in re.findall(r"^wordrun export .*$", PAGE, re.MULTILINE)]
 (PAIR,) = re.findall(r"```json\n(.*)\n```", PAGE)
 END = "<|endoftext|>"

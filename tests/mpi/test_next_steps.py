@@ -42,7 +42,7 @@ def test_after_the_last_step(command: Command, tmp_path: Path) -> None:
     assert lines == suggested(done.stdout, "next: ")
     said = [command("sh", "-c", line) for line in lines]
     assert [done.returncode for done in said] == [0, 0, 0], [done.stderr for done in said]
-    assert "trained for 4 steps on 3,072 tokens; validation loss " in said[0].stderr
+    assert "trained for 4 steps on 8,192 tokens; validation loss " in said[0].stderr
     assert (tmp_path / said[1].stdout.strip() / "config.json").exists()
     assert json.loads((folder / "run.json").read_text())["steps"] == 8
 

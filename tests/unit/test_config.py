@@ -87,6 +87,7 @@ NEEDED = {
     ("data", "hf"): ["data.dataset=a"],
     ("data", "mix"): ["data.mix={fineweb: 3, a: 1}"],
     ("data", "pairs"): ["data.path=a.jsonl"],
+    ("data", "chat"): ["data.path=a.jsonl"],
     ("data", "imagefolder"): ["data.path=a"],
     ("tokenizer", "hf"): ["tokenizer.path=a"],
     ("hooks", "lr_range"): ["train.max_iters=100"],
@@ -581,7 +582,7 @@ def test_a_long_list_of_names_is_below_the_message() -> None:
     (message,) = complaints(lambda: compose(["data=shakespear"]))
     line, *names = message.splitlines()
     assert line == "data=shakespear: unknown data; did you mean 'shakespeare'?"
-    assert names[0].startswith("  (cifar10, digits, ")
+    assert names[0].startswith("  (chat, cifar10, digits, ")
     assert names[-1].endswith(", yelp)")
 
 

@@ -96,7 +96,7 @@ def test_launch_starts_ranks_by_flux(env: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_options_messages_and_site_files_know_it(env: dict[str, str], tmp_path: Path) -> None:
-    assert "flux" in python(env, "-m", "wordrun.launch", "--help").stdout
+    assert "flux" in python(env, "-m", "wordrun.launch", "--help", "all").stdout
     outside = {name: value for name, value in env.items() if name != "FLUX_URI"}
     done = python(outside, "-m", "wordrun.launch", "--launcher", "flux", "true")
     assert (done.returncode, done.stderr.startswith("launch: --launcher flux: needs flux in PATH and FLUX_URI")) == (

@@ -172,7 +172,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_data_is_opened(
     assert page == "more: docs/plan.md#before-every-run"
     assert re.match(r"not enough memory: this run needs about [\d,]+ GiB on each rank, and .* GiB available$", lines[0])
     assert "  activations " in done.stderr
-    assert "wordrun plan plan.device=cpu plan.devices=1 plan.per_node=1 plan.memory=" in lines[-2]
+    assert "wordrun plan plan.device=cpu plan.ranks=1 plan.per_node=1 plan.memory=" in lines[-2]
     assert lines[-1] == "train.check_memory=false starts it anyway."
     assert len(lines) == 12
     assert not (tmp_path / "outputs").exists()

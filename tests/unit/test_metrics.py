@@ -110,7 +110,7 @@ def two_steps(figures: Meter, clock: Clock) -> dict[str, float]:
 
 
 def test_a_line_has_the_names_of_the_legend(alone: Clock) -> None:
-    of_others = {"val_loss", "val_NAME", "expert_load", "expert_load_max"}
+    of_others = {"val_loss", "val_bpb", "val_NAME", "expert_load", "expert_load_max"}
     assert {*two_steps(meter(), alone), *of_others} == set(LEGEND)
 
 

@@ -24,6 +24,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part, part_of, parts
 from wordrun.config.rules import check
 from wordrun.data.tokenizers.char import CharTokenizer
+from wordrun.dist import World
 from wordrun.dist.mesh import Layout
 from wordrun.model import mup
 from wordrun.model.attention import causal_attention
@@ -54,7 +55,7 @@ def made(cfg: TransformerConfig, words: list[str]) -> tuple[models.Transformer, 
     """Return the model and the optimizer as a backend makes it."""
     model, whole = models.build(cfg, V, seed=1), replace(composed(*words), model=cfg)
     make = lambda p: part_of("optimizer", whole.optimizer).build(whole.optimizer, p)  # noqa: E731
-    spec = BackendSpec(whole, None, Layout(), None, make)  # type: ignore[arg-type]
+    spec = BackendSpec(whole, World(), Layout(), None, make)  # type: ignore[arg-type]
     return model, spec.optimizer(NamedParameters(model.named_parameters(), model.matrices()))
 
 

@@ -112,7 +112,7 @@ def test_blocks_that_are_recomputed_in_part_are_estimated(checkpointing: str) ->
 
 
 def test_the_plan_divides_sequences_if_nothing_else_fits() -> None:
-    words = ["model=gpt2", "model.block_size=131072", "model.batch_size=1", "train.dtype=bf16", "plan.devices=4"]
+    words = ["model=gpt2", "model.block_size=131072", "model.batch_size=1", "train.dtype=bf16", "plan.ranks=4"]
     long = [*words, "train.activation_checkpointing=full"]
     found = plan([*long, "plan.memory=16"])
     assert found.advice.best is not None
@@ -301,7 +301,7 @@ def test_the_time_of_a_step_is_not_planned(name: str, capfd: pytest.CaptureFixtu
 
 
 def test_bytes_sent_are_those_of_the_papers() -> None:
-    rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
+    rows = estimates("model=gpt2", "train.dtype=bf16", "plan.ranks=8", "plan.per_node=8")
     sent = {name: row.memory["none"].sent for name, row in rows.items()}
     cfg, ring = rows["DDP"].strategy.cfg.model, 7 / 8
     # DeepSpeed's without padding.
@@ -316,7 +316,7 @@ def test_bytes_sent_are_those_of_the_papers() -> None:
 
 
 def test_zero_stages_shard_what_the_paper_says() -> None:
-    rows = estimates("model=gpt2", "train.dtype=bf16", "plan.devices=8", "plan.per_node=8")
+    rows = estimates("model=gpt2", "train.dtype=bf16", "plan.ranks=8", "plan.per_node=8")
     whole, eighth = 124_439_808, 124_439_808 / 8
     for name, sizes in {
         "DeepSpeed ZeRO-1": (2 * whole, 2 * whole, 12 * eighth),
@@ -337,20 +337,20 @@ def test_zero_stages_shard_what_the_paper_says() -> None:
 @pytest.mark.parametrize(
     ("words", "name", "checkpointing"),
     [
-        ("model=gpt2 plan.devices=1", "DDP", "none"),
-        ("model=gpt2 plan.devices=512", "DDP", "none"),
-        ("model=gpt2 plan.devices=1 plan.memory=7", "DDP", "selective"),
-        ("model=gpt2_xl model.batch_size=1 plan.devices=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
-        ("model=gpt2_xl model.batch_size=1 plan.devices=64 plan.memory=25", "FSDP within nodes", "none"),
-        ("model=llama3_8b model.block_size=2048 plan.devices=2", "FSDP, offload", "none"),
-        ("model=gpt2_xl plan.devices=1 plan.device=l4 model.batch_size=1", "DeepSpeed ZeRO-2, offload", "none"),
+        ("model=gpt2 plan.ranks=1", "DDP", "none"),
+        ("model=gpt2 plan.ranks=512", "DDP", "none"),
+        ("model=gpt2 plan.ranks=1 plan.memory=7", "DDP", "selective"),
+        ("model=gpt2_xl model.batch_size=1 plan.ranks=4 plan.memory=25", "FSDP like ZeRO-2", "none"),
+        ("model=gpt2_xl model.batch_size=1 plan.ranks=64 plan.memory=25", "FSDP within nodes", "none"),
+        ("model=llama3_8b model.block_size=2048 plan.ranks=2", "FSDP, offload", "none"),
+        ("model=gpt2_xl plan.ranks=1 plan.device=l4 model.batch_size=1", "DeepSpeed ZeRO-2, offload", "none"),
         # One block of 19 billion parameters: 36 GiB when it is gathered in bf16.
         (
-            "model.n_layer=4 model.n_embd=40000 model.n_head=16 plan.devices=256 plan.per_node=8",
+            "model.n_layer=4 model.n_embd=40000 model.n_head=16 plan.ranks=256 plan.per_node=8",
             "TP over FSDP",
             "none",
         ),
-        ("model=gpt3_175b plan.devices=1024 plan.device=a100-80", "3D", "none"),
+        ("model=gpt3_175b plan.ranks=1024 plan.device=a100-80", "3D", "none"),
     ],
 )
 def test_the_decision_tree(words: str, name: str, checkpointing: str) -> None:
@@ -362,22 +362,22 @@ def test_the_decision_tree(words: str, name: str, checkpointing: str) -> None:
 
 
 def test_nothing_fits() -> None:
-    found = advice("model=gpt3_175b", "plan.devices=2", "plan.memory=8", "model.batch_size=1")
+    found = advice("model=gpt3_175b", "plan.ranks=2", "plan.memory=8", "model.batch_size=1")
     assert found.best is None
     assert "Nothing fits" in found.why[1]
-    assert "plan.devices=2" in found.why[-1]
-    batch = advice("model=gpt2", "plan.devices=2", "plan.memory=4", "model.batch_size=64")
+    assert "plan.ranks=2" in found.why[-1]
+    batch = advice("model=gpt2", "plan.ranks=2", "plan.memory=4", "model.batch_size=64")
     assert "model.batch_size=32" in batch.why[-1]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "model=gpt2 optimizer.gas=4 plan.devices=8",
-        "model=gpt2_xl plan.devices=64 train.dtype=bf16",
-        "model=gpt3_175b plan.devices=1024 plan.device=a100-80",
-        "model=llama3_8b plan.devices=48 plan.site=aurora",
-        "model=gpt2_large train.backend=3D backend.pp=2 backend.tp=2 optimizer.gas=2 plan.devices=8",
+        "model=gpt2 optimizer.gas=4 plan.ranks=8",
+        "model=gpt2_xl plan.ranks=64 train.dtype=bf16",
+        "model=gpt3_175b plan.ranks=1024 plan.device=a100-80",
+        "model=llama3_8b plan.ranks=48 plan.site=aurora",
+        "model=gpt2_large train.backend=3D backend.pp=2 backend.tp=2 optimizer.gas=2 plan.ranks=8",
     ],
 )
 def test_a_run_accepts_every_strategy(words: str) -> None:
@@ -398,8 +398,8 @@ def test_a_run_accepts_every_strategy(words: str) -> None:
     [
         ("train.global_batch_size=3 model.batch_size=2", [8]),
         ("train.global_batch_size=12 model.batch_size=2", [8, 16]),
-        ("train.global_batch_size=3 model.batch_size=2 plan.devices=1", [2, 4]),
-        ("train.global_batch_size=100 model.batch_size=6 plan.devices=20", [120]),
+        ("train.global_batch_size=3 model.batch_size=2 plan.ranks=1", [2, 4]),
+        ("train.global_batch_size=100 model.batch_size=6 plan.ranks=20", [120]),
         ("train.global_batch_size=5 model.batch_size=4 train.backend=PP", [4, 8]),
         ("train.global_batch_size=8 optimizer.gas=1", []),
     ],
@@ -409,7 +409,7 @@ def test_a_batch_that_the_ranks_cannot_divide_is_refused_as_by_a_run(words: str,
     with pytest.raises(ConfigError) as refused:
         plan(given)
     ours = [word for word in given if not word.startswith("plan.")]
-    devices = next((int(word.partition("=")[2]) for word in given if word.startswith("plan.devices")), 4)
+    devices = next((int(word.partition("=")[2]) for word in given if word.startswith("plan.ranks")), 4)
     with pytest.raises(ConfigError) as by_a_run:
         check(compose(ours), devices)
     assert str(refused.value) == str(by_a_run.value)
@@ -421,7 +421,7 @@ def test_a_batch_that_the_ranks_cannot_divide_is_refused_as_by_a_run(words: str,
 
 
 def test_the_configured_strategy_comes_first() -> None:
-    words = ("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.devices=8")
+    words = ("model=gpt2", "train.backend=FSDP", "backend.shard=2", "backend.replicate=-1", "plan.ranks=8")
     first = plan(words).rows[0]
     assert isinstance(first, Estimate)
     assert first.strategy.name == "as asked"
@@ -429,7 +429,7 @@ def test_the_configured_strategy_comes_first() -> None:
 
 
 def test_more_checkpointing_needs_less_memory() -> None:
-    for row in estimates("model=gpt2_medium", "plan.devices=16").values():
+    for row in estimates("model=gpt2_medium", "plan.ranks=16").values():
         none, selective, full = (row.memory[kind] for kind in ("none", "selective", "full"))
         assert none.activations > selective.activations > full.activations > 0, row.strategy.name
         assert isinstance(none, Memory)
@@ -437,7 +437,7 @@ def test_more_checkpointing_needs_less_memory() -> None:
 
 
 def test_all_of_aurora_takes_seconds() -> None:
-    found = advice("model=gpt3_175b", "plan.site=aurora", f"plan.devices={12 * 10624}")
+    found = advice("model=gpt3_175b", "plan.site=aurora", f"plan.ranks={12 * 10624}")
     assert found.best
     assert found.best.strategy.name == "3D"
     assert found.best.strategy.layout.size == 127_488
@@ -465,12 +465,12 @@ def test_what_the_plan_does_not_cover_is_shown_as_no_estimate(capsys: pytest.Cap
 
 def test_a_batch_that_suits_no_strategy() -> None:
     layout = ("train.backend=3D", "backend.pp=4", "backend.tp=4")
-    found = advice("model=gpt3_13b", "model.block_size=2047", "plan.devices=16", *layout)  # cp cannot divide it
+    found = advice("model=gpt3_13b", "model.block_size=2047", "plan.ranks=16", *layout)  # cp cannot divide it
     assert (found.best, found.why) == (None, ["No strategy can be recommended, for the reasons above."])
 
 
 def test_a_batch_of_one_sequence_is_divided_by_context_parallelism() -> None:
-    found = advice("model=gpt3_13b", "plan.devices=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
+    found = advice("model=gpt3_13b", "plan.ranks=16", "train.backend=3D", "backend.pp=4", "backend.tp=4")
     assert found.best is not None
     assert found.best.strategy.layout.cp == 16
     assert "No strategy that keeps sequences whole works here" in " ".join(found.why)
@@ -491,10 +491,10 @@ def test_a_site_names_its_devices() -> None:
     ("word", "message"),
     [
         ("plan.device=a100-41", "did you mean 'a100-40'?"),
-        ("plan.devces=4", "unknown option 'plan.devces'; did you mean 'plan.devices'?"),
-        ("plan.devices=many", "plan.devices=many should be a whole number"),
-        ("plan.devices=0", "plan.devices=0 should be at least 1"),
-        ("plan.devices=", "plan.devices= has no value: write plan.devices=VALUE"),
+        ("plan.rnks=4", "unknown option 'plan.rnks'; did you mean 'plan.ranks'?"),
+        ("plan.ranks=many", "plan.ranks=many should be a whole number"),
+        ("plan.ranks=0", "plan.ranks=0 should be at least 1"),
+        ("plan.ranks=", "plan.ranks= has no value: write plan.ranks=VALUE"),
         ("plan.memory=-1", "plan.memory=-1 should be a number of GiB above 0"),
         ("plan.memory=nan", "plan.memory=nan should be a number of GiB above 0"),
         ("plan.reserve=1", "plan.reserve=1 should be at least 0 and less than 1"),
@@ -513,7 +513,7 @@ def test_mistakes_are_named(word: str, message: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_backend_that_does_not_suit_the_devices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train.backend=3D", "backend.pp=3", "backend.tp=2", "plan.devices=8", "plan.per_node=8"]) == 2
+    assert main(["train.backend=3D", "backend.pp=3", "backend.tp=2", "plan.ranks=8", "plan.per_node=8"]) == 2
     assert "backend.pp=3 x backend.tp=2" in capsys.readouterr().err
 
 
@@ -525,7 +525,7 @@ def test_any_device_can_be_planned_for_by_its_memory() -> None:
 
 
 def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=gpt2", "model.batch_size=4", "optimizer.gas=2", "tracker=jsonl", "plan.devices=4"]
+    words = ["model=gpt2", "model.batch_size=4", "optimizer.gas=2", "tracker=jsonl", "plan.ranks=4"]
     assert main(["--json", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 124_439_808
@@ -543,7 +543,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_as_text(command: Command) -> None:
-    done = command("python", "-m", "wordrun", "plan", "model=gpt2_xl", "train.backend=FSDP", "plan.devices=2")
+    done = command("python", "-m", "wordrun", "plan", "model=gpt2_xl", "train.backend=FSDP", "plan.ranks=2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert "gpt2_xl: 1.56 billion parameters" in done.stdout
@@ -571,7 +571,7 @@ def test_examples_of_the_help_run(line: str, capsys: pytest.CaptureFixture[str])
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("plan.devices=null", "plan.reserve=0.1", "a100-40 (39.5)", "wordrun plan model=gpt2_xl"):
+    for word in ("plan.ranks=null", "plan.reserve=0.1", "a100-40 (39.5)", "wordrun plan model=gpt2_xl"):
         assert word in text
 
 

@@ -45,7 +45,7 @@ def table(shown: Sequence[str]) -> tuple[list[str], list[str]]:
 @pytest.fixture(scope="module")
 def four() -> Report:
     """The plan of a small model for four devices, with a row for each strategy."""
-    return plan(["model=nano", "plan.device=a100-40", "plan.devices=4"])
+    return plan(["model=nano", "plan.device=a100-40", "plan.ranks=4"])
 
 
 # The command
@@ -55,17 +55,17 @@ def four() -> Report:
     ("options", "slots", "words"),
     [
         (PlanConfig(device="cpu"), 1, ""),
-        (PlanConfig(device="cpu", devices=2), 1, "-n 2"),
-        (PlanConfig(device="cpu", devices=8, per_node=4), 1, "-N 2 --ppn 4"),
-        (PlanConfig(devices=1), 4, "-n 1"),
+        (PlanConfig(device="cpu", ranks=2), 1, "-n 2"),
+        (PlanConfig(device="cpu", ranks=8, per_node=4), 1, "-N 2 --ppn 4"),
+        (PlanConfig(ranks=1), 4, "-n 1"),
         (PlanConfig(), 4, "-n 4"),
-        (PlanConfig(devices=8), 4, "-N 2 --ppn 4"),
-        (PlanConfig(devices=6), 4, "-n 6"),
-        (PlanConfig(site="polaris", devices=8), 4, "-N 2"),
-        (PlanConfig(site="polaris", devices=2), 4, "-n 2"),
-        (PlanConfig(site="polaris", devices=8, per_node=2), 4, "-N 4 --ppn 2"),
+        (PlanConfig(ranks=8), 4, "-N 2 --ppn 4"),
+        (PlanConfig(ranks=6), 4, "-n 6"),
+        (PlanConfig(site="polaris", ranks=8), 4, "-N 2"),
+        (PlanConfig(site="polaris", ranks=2), 4, "-n 2"),
+        (PlanConfig(site="polaris", ranks=8, per_node=2), 4, "-N 4 --ppn 2"),
         (PlanConfig(site="sophia"), 8, "-n 8"),  # jobs may have some of a node's devices
-        (PlanConfig(site="crux", devices=16), 8, "-N 2"),
+        (PlanConfig(site="crux", ranks=16), 8, "-N 2"),
     ],
 )
 def test_the_command_starts_the_ranks_of_the_plan(options: PlanConfig, slots: int, words: str) -> None:
@@ -78,7 +78,7 @@ def test_the_command_starts_the_ranks_of_the_plan(options: PlanConfig, slots: in
 
 
 def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=nano", "plan.devices=2", "plan.device=cpu", "plan.memory=8", "data.path='two words'"]
+    words = ["model=nano", "plan.ranks=2", "plan.device=cpu", "plan.memory=8", "data.path='two words'"]
     assert main(words) == 0
     command = "launch -n 2 python -m wordrun model=nano 'data.path='\"'\"'two words'\"'\"'' train.backend=DDP"
     assert capsys.readouterr().out.splitlines()[-1] == f"  {command}"
@@ -90,8 +90,8 @@ def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("plan.device=cpu plan.devices=2 plan.memory=8", "2 x cpu on 1 node, 4 GiB each (8 GiB per node)"),
-        ("plan.device=cpu plan.devices=2 plan.memory=8 plan.per_node=1", "2 x cpu on 2 nodes of 1, 8 GiB each (8 GiB"),
+        ("plan.device=cpu plan.ranks=2 plan.memory=8", "2 x cpu on 1 node, 4 GiB each (8 GiB per node)"),
+        ("plan.device=cpu plan.ranks=2 plan.memory=8 plan.per_node=1", "2 x cpu on 2 nodes of 1, 8 GiB each (8 GiB"),
         ("plan.device=cpu plan.memory=8", "1 x cpu, 8 GiB, 10% of it left free: 7.2 GiB usable"),
         ("plan.device=cpu", "1 x cpu, 16 GiB (assumed; plan.memory=GIB for another), 10%"),
         (
@@ -101,8 +101,8 @@ def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
         ("", f"4 x a100-40 on 1 node {ASSUMED}, 39.5 GiB each, 10%"),
         ("plan.memory=12", f"4 x a100-40 on 1 node {ASSUMED}, 12 GiB each, 10%"),
         ("plan.site=engaging", f"4 x a100-40 on 1 node {ASSUMED}, 39.5 GiB each, 10%"),
-        ("plan.device=a100-40 plan.devices=8", "8 x a100-40 on 2 nodes of 4, 39.5 GiB each, 10%"),
-        ("plan.site=polaris plan.devices=1", "1 x a100-40, 39.5 GiB, 10%"),
+        ("plan.device=a100-40 plan.ranks=8", "8 x a100-40 on 2 nodes of 4, 39.5 GiB each, 10%"),
+        ("plan.site=polaris plan.ranks=1", "1 x a100-40, 39.5 GiB, 10%"),
     ],
 )
 def test_the_hardware_is_described_with_what_is_assumed(words: str, line: str) -> None:
@@ -116,7 +116,7 @@ def test_a_refused_runs_plan_has_the_memory_that_its_ranks_share() -> None:
     for found, shared in ((on_cpu, 8), (replace(on_cpu, device="cuda", device_name="A100"), 4)):
         (line,) = [line for line in found.advice(found.room) if line.startswith("For all backends: ")]
         words = line.partition("wordrun plan ")[2].partition(",")[0].split()
-        assert words[1:] == ["plan.devices=2", "plan.per_node=2", f"plan.memory={shared}.0"]
+        assert words[1:] == ["plan.ranks=2", "plan.per_node=2", f"plan.memory={shared}.0"]
         planned = plan(["model=nano", *words]).estimator.hardware
         assert (planned.devices, planned.nodes, planned.memory) == (2, 1, 4)
 
@@ -125,7 +125,7 @@ def test_a_refused_runs_plan_has_the_memory_that_its_ranks_share() -> None:
 
 
 def test_a_small_model_has_a_table_in_mib() -> None:
-    head, rows = table(lines("model=nano", "plan.device=cpu", "plan.devices=2"))
+    head, rows = table(lines("model=nano", "plan.device=cpu", "plan.ranks=2"))
     assert re.findall(r"\w+", head[0]) == shlex.split(
         "param grad optim act none selective full logits buffers total sent step"
     )
@@ -145,8 +145,8 @@ def test_columns_without_an_entry_are_left_out(tmp_path: Path) -> None:
     def last(*words: str) -> list[str]:
         return re.findall(r"bubble", table(lines("model=gpt2", *words))[0][1])
 
-    assert last("plan.device=a100-40", "plan.devices=1") == []
-    assert last("plan.device=a100-40", "plan.devices=2") == ["bubble"]
+    assert last("plan.device=a100-40", "plan.ranks=1") == []
+    assert last("plan.device=a100-40", "plan.ranks=2") == ["bubble"]
 
 
 @pytest.mark.parametrize(("width", "sizes"), [(80, ["total"]), (120, ["param", "grad", "optim", "act none", "total"])])
@@ -178,43 +178,43 @@ def test_a_narrow_terminal_gets_the_columns_that_fit(width: int, sizes: list[str
         ("model=qwen3_30b_a3b", "30.53 billion parameters, of which a token uses 3.35 billion, in 48 blocks; "),
         ("model=gpt2_xl model.batch_size=1", "bf16, 1 sequence of 1024 tokens per rank and micro-step, 4 per step; "),
         (
-            "model=nano plan.devices=2",
+            "model=nano plan.ranks=2",
             "The full model fits on one a100-40 of 39.5 GiB with 10% left free, so DDP is enough: each rank keeps the "
             "full model, and only gradients are averaged.",
         ),
-        ("model=nano plan.devices=1", "The full model fits on one a100-40 of 39.5 GiB with 10% left free. "),
-        ("model=nano plan.devices=1 plan.reserve=0", "The full model fits on one a100-40 of 39.5 GiB. "),
+        ("model=nano plan.ranks=1", "The full model fits on one a100-40 of 39.5 GiB with 10% left free. "),
+        ("model=nano plan.ranks=1 plan.reserve=0", "The full model fits on one a100-40 of 39.5 GiB. "),
         (
-            "model=nano plan.device=cpu plan.devices=2 plan.memory=8",
+            "model=nano plan.device=cpu plan.ranks=2 plan.memory=8",
             "The full model fits into the 4 GiB of one rank with 10% left free, so DDP is enough",
         ),
         (
-            "model=gpt2 plan.devices=1 plan.memory=7",
+            "model=gpt2 plan.ranks=1 plan.memory=7",
             "Without activation checkpointing the full model does not fit on one a100-40 of 7 GiB with 10% left free. "
             "It fits with train.activation_checkpointing=selective, which recomputes all but the matrix products.",
         ),
         (
-            "model=gpt2_xl plan.devices=4 plan.memory=25",
+            "model=gpt2_xl plan.ranks=4 plan.memory=25",
             "Its largest layer does, so parameters, gradients and optimizer state are sharded across the ranks. It "
             "fits with train.activation_checkpointing=full, which repeats the forward pass, a third more operations.",
         ),
         (
-            "model=llama3_8b model.block_size=2048 plan.devices=2",
+            "model=llama3_8b model.block_size=2048 plan.ranks=2",
             "Its largest layer does, so parameters, gradients and optimizer state are sharded and kept in host memory.",
         ),
-        ("model=gpt2 plan.devices=1", "TP over FSDP; PP; 3D: there is only one device "),
+        ("model=gpt2 plan.ranks=1", "TP over FSDP; PP; 3D: there is only one device "),
         (
-            "model=gpt3_175b plan.devices=2 plan.memory=8 model.batch_size=1",
+            "model=gpt3_175b plan.ranks=2 plan.memory=8 model.batch_size=1",
             "Nothing fits. DeepSpeed ZeRO-3, offload with train.activation_checkpointing=full comes closest: it needs "
-            "10.05 GiB, and 7.20 GiB are usable. Try more devices than plan.devices=2.",
+            "10.05 GiB, and 7.20 GiB are usable. Try more devices than plan.ranks=2.",
         ),
         (
-            "model=gpt3_175b plan.devices=1024 plan.device=a100-80",
+            "model=gpt3_175b plan.ranks=1024 plan.device=a100-80",
             "Gathering every layer from 256 nodes would be slow, so a pipeline, whose stages communicate least, spans "
             "the nodes, and tensor-parallel ranks share a node.",
         ),
         (
-            "model.n_layer=4 model.n_embd=40000 model.n_head=16 plan.devices=256 plan.per_node=8",
+            "model.n_layer=4 model.n_embd=40000 model.n_head=16 plan.ranks=256 plan.per_node=8",
             "One layer does not fit either, so tensor parallelism splits each layer across a node's ranks. ",
         ),
     ],

@@ -168,7 +168,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert report.main([f"run={tmp_path / 'none'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
     assert report.main([f"runs={tmp_path}"]) == 2
-    assert "there is no run there" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
     assert report.main([f"run={make_run(tmp_path / 'run')}", f"out={tmp_path / 'none' / 'x.html'}"]) == 1
     assert "choose another file with out=FILE" in capsys.readouterr().err
 

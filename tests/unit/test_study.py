@@ -332,10 +332,10 @@ def test_a_study_submits_a_job_for_each_point(tmp_path: Path, capfd: pytest.Capt
             row["point"]: [row[name] for name in ("state", "ranks", "nodes", "global_batch")]
             for row in file.rows.values()
         }
-    assert found == {"DDP-1": ["submitted", "4", "1", "48"], "DDP-2": ["submitted", "8", "2", "96"]}
+    assert found == {"DDP-1": ["submitted", "4", "1", "64"], "DDP-2": ["submitted", "8", "2", "128"]}
     scripts = [path.read_text() for path in sorted((tmp_path / "outputs" / "jobs").glob("DDP-*.sh"))]
     assert ["#SBATCH --nodes=1" in scripts[0], "#SBATCH --nodes=2" in scripts[1]] == [True, True]
-    assert ["train.global_batch_size=48" in scripts[0], "train.global_batch_size=96" in scripts[1]] == [True, True]
+    assert ["train.global_batch_size=64" in scripts[0], "train.global_batch_size=128" in scripts[1]] == [True, True]
 
 
 def test_a_study_under_launch_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
