@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.multirun and args.cfg:
             first = _first_point(args.overrides, world)
             kept = (word for word in arguments if word not in {"-m", "--multirun", *args.overrides})
-            args.overrides, arguments = first, [*kept, *first]
-        elif args.multirun:
+            return main([*kept, *first])
+        if args.multirun:
             return _sweep(args, world)
         if args.cfg and world.rank == 0:
             compose(args.overrides, tree=_tree(args))
