@@ -46,7 +46,7 @@ def predictor(model: Model) -> Callable[[Tensor], Tensor]:
 
 def fast_predictor(model: Model, device: torch.device) -> Callable[[Tensor], Tensor]:
     """As ``predictor``, for tokens on the CPU and a ``model`` on ``device`` in the dtype of the computation."""
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer) and device.type == "cuda":
         return Graphed(model)
     predict = predictor(model)
     return lambda tokens: predict(tokens.to(device))
