@@ -7,10 +7,10 @@
 
 The mark is the loss of nanoGPT's checkpoint after its 2,000 steps (README, "i only have a macbook") on the same
 characters, divided alike. wordrun is evaluated every few steps. All losses are means over the whole validation split.
-The programs run in turns on the same cores, wordrun with another seed each time.
+For each text, nanoGPT runs once and then wordrun with each seed, on the same cores.
 
-Seconds are counted from the start of the process, without evaluations and checkpoints; compilation counts. The loss
-after equal seconds is that of the last evaluation before nanoGPT's seconds have passed.
+Seconds are counted from the start of the process, without evaluations and checkpoints; compilation counts. wordrun is
+ended as soon as nanoGPT's seconds have passed, and the loss after equal seconds is that of its last evaluation before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,13 @@ class Result:
     """wordrun's loss after nanoGPT's seconds."""
 
 
-def timed_lines(command: Sequence[str], cwd: Path | None = None) -> list[tuple[float, str]]:
-    """Run a command and return each line of its output with the seconds after which it came."""
+def timed_lines(
+    command: Sequence[str], cwd: Path | None = None, enough: Callable[[str], bool] = lambda line: False
+) -> list[tuple[float, str]]:
+    """Run a command and return each line of its output with the seconds after which it came.
+
+    The command is ended after the first line that is ``enough``.
+    """
     start = time.monotonic()
     job = subprocess.Popen(
         command,
@@ -66,7 +71,13 @@ def timed_lines(command: Sequence[str], cwd: Path | None = None) -> list[tuple[f
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert job.stdout is not None
-    lines = [(time.monotonic() - start, line) for line in job.stdout]
+    lines = []
+    for line in job.stdout:
+        lines.append((time.monotonic() - start, line))
+        if enough(line):
+            job.kill()
+            job.wait()
+            return lines
     if job.wait():
         raise SystemExit("".join(line for _, line in lines))
     return lines
@@ -125,13 +136,25 @@ def run_nanogpt(nanogpt: Path, text: Path, scratch: Path, steps: int) -> tuple[f
     return loss_of_checkpoint(nanogpt, scratch / "ckpt" / "ckpt.pt", CPU, folder.name), seconds_of_nanogpt(lines)
 
 
-def run_wordrun(text: Path, out: Path, overrides: Sequence[str], seed: int) -> list[tuple[int, float, float]]:
-    """Train wordrun with ``overrides`` and return ``points``."""
+def run_wordrun(
+    text: Path, out: Path, overrides: Sequence[str], seed: int, seconds: float
+) -> list[tuple[int, float, float]]:
+    """Train wordrun with ``overrides`` for ``seconds``, and return ``points``."""
+    first: list[float] = []
+
+    def metrics() -> list[tuple[int, float, float]]:
+        return points(first[0], [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+
+    def enough(line: str) -> bool:
+        if not first and re.search(r" step 1/[\d,]+ .*\bloss ", line):
+            first.append(time.monotonic() - start)
+        return bool(first) and "val_loss" in line and metrics()[-1][1] > seconds
+
     data = ["data=text", f"data.name={text.stem}", f"data.path={text}", *WORDRUN.split()]
-    words = [*data, "train.eval_interval=10", *overrides, f"train.seed={seed}", f"hydra.run.dir={out}"]
-    lines = timed_lines([sys.executable, "-m", "wordrun", *words])
-    start = next(at for at, line in lines if re.search(r" step 1/[\d,]+ .*\bloss ", line))
-    return points(start, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+    words = [*data, "train.eval_interval=20", *overrides, f"train.seed={seed}", f"hydra.run.dir={out}"]
+    start = time.monotonic()
+    timed_lines([sys.executable, "-m", "wordrun", *words], enough=enough)
+    return metrics()
 
 
 def row(name: str, results: Sequence[Result]) -> str:
@@ -151,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, nargs="+", help="from benchmarks/texts.py")
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="wordrun's; nanoGPT's is fixed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of wordrun")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     parser.add_argument("--overrides", nargs="+", default=[], help="what wordrun trains instead of its default")
@@ -168,10 +191,10 @@ def main() -> None:
         scratch = Path(folder)
         for text in args.texts:
             results = []
+            mark, theirs = run_nanogpt(args.nanogpt.resolve(), text, scratch, steps)
             for seed in args.seeds:
-                theirs = run_nanogpt(args.nanogpt.resolve(), text, scratch, steps)
-                ours = run_wordrun(text.resolve(), scratch / f"{text.stem}-{seed}", overrides, seed)
-                results.append(compared(*theirs, ours))
+                ours = run_wordrun(text.resolve(), scratch / f"{text.stem}-{seed}", overrides, seed, theirs)
+                results.append(compared(mark, theirs, ours))
                 print(f"  {text.stem}, seed {seed}: {results[-1]}, final loss {ours[-1][2]:.4f}", flush=True)
             table.append(row(text.stem, results))
     print("\n".join(["", *table]))
