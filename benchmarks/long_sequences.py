@@ -5,8 +5,8 @@
     launch -n 4 python benchmarks/long_sequences.py --part step         # peak of a step on 4 ranks against the plan
     launch -n 4 python benchmarks/long_sequences.py --part cost         # time of a block at the same tokens per rank
 
-All at GPT-2's shapes. All but ``step`` print a table in Markdown: that of docs/backends.md, which a test compares, or
-those of benchmarks/results, from which docs/backends.md has its figures. ``block`` and ``step`` measure by how much the
+All at GPT-2's shapes. All but ``step`` print a table in Markdown for benchmarks/results; a test compares the first one,
+from which docs/backends.md has its figures. ``block`` and ``step`` measure by how much the
 memory of a process grows, in fp32 on CPUs, with weights and their gradients already there; other programs on the
 machine do not change that. ``cost`` needs a quiet machine.
 """

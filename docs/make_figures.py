@@ -1,7 +1,6 @@
 """Draw docs/figures/*.svg: they follow the page's light or dark colors, and need no library.
 
-python docs/make_figures.py                 all figures but the measured one
-python docs/make_figures.py RUN ...         spans.svg, from runs with profiler=spans
+    python docs/make_figures.py
 
 A test checks that the figures are current. Those of memory are the plan's own numbers.
 """
@@ -9,10 +8,8 @@ A test checks that the figures are current. Those of memory are the plan's own n
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -314,36 +311,8 @@ def house() -> str:
     return svg("The map of the code", 770, y + 22, parts)
 
 
-def measured(runs: Sequence[Path]) -> str:
-    """Return the timeline of runs with profiler=spans: each rank's phases in one step."""
-    colors = {"data": "f", "forward": "a", "backward": "b", "communication": "c", "optimizer": "d", "hooks": "f"}
-    left, width, y = 84, 660, 30
-    parts = []
-    for run in runs:
-        with gzip.open(run / "profile" / "spans.json.gz", "rt") as file:
-            events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
-        first, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
-        scale = width / (end - first)
-        parts.append(text(left, y, run.name, "bold"))
-        for row, rank in enumerate(sorted({e["tid"] for e in events})):
-            top = y + 10 + 27 * row
-            parts.append(text(left - 10, top + 16, f"rank {rank}", "end"))
-            for e in events:
-                if e["tid"] == rank and e["dur"] * scale > 0.3:
-                    parts.append(
-                        bar(left + (e["ts"] - first) * scale, top, e["dur"] * scale, 22, colors.get(e["name"], "e"))
-                    )
-        y += 92
-    for i, (word, color) in enumerate(list(colors.items())[:5]):
-        parts += [bar(left + 120 * i, y - 14, 12, 12, color), text(left + 17 + 120 * i, y - 4, word, "soft")]
-    return svg("Measured timelines", 770, y + 6, parts)
-
-
 FIGURES = {"chain": chain, "memory": memory, "pipelines": pipelines, "messages": messages, "house": house}
 
 if __name__ == "__main__":
-    if runs := [Path(name) for name in sys.argv[1:]]:
-        (FOLDER / "spans.svg").write_text(measured(runs), encoding="utf-8")
-    else:
-        for name, draw in FIGURES.items():
-            (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    for name, draw in FIGURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.forked_programs
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
 FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 (LINE,) = re.findall(r"^launch -n 2 wordrun (model=line.*)$", PAGE, re.MULTILINE)
 (WEIGHTED,) = re.findall(r"^launch -n 2 wordrun (model=weighted_line.*)$", PAGE, re.MULTILINE)
@@ -25,9 +27,10 @@ FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)
 @pytest.fixture(autouse=True)
 def _page() -> None:
     """Make the page's project in the working directory."""
-    assert sorted(FILES) == ["line.py", "parts.py", "weighted.py", "wordrun.yaml"]
+    assert sorted(FILES) == ["line.py", "parts.py", "wordrun.yaml"]
     for name, text in FILES.items():
         Path(name).write_text(text)
+    shutil.copy(ROOT / "examples/tasks/weighted.py", ".")
     with Path("parts.py").open("a") as file:
         file.write("".join(re.findall(r"^wordrun.register.*weighted.*\n", PAGE, re.MULTILINE)))
 

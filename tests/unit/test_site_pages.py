@@ -68,8 +68,6 @@ def test_the_command_for_an_interactive_job_is_complete(site: str) -> None:
     known = site_files.load(str(Path(site_files.OWN, f"{site}.yaml")))
     assert ("PROJECT" in line) == bool(known.submit.get("account_needed"))
     assert known.submit.get("filesystems", "") in line
-    tutorial = (ROOT / "docs/tutorials/two_nodes.md").read_text()
-    assert (line in tutorial) == (site in ("aurora", "juwels_booster", "perlmutter", "polaris"))
 
 
 def test_the_snippet_with_nccls_plugin_is_a_site_file() -> None:
