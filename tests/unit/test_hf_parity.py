@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from wordrun import model as models
 from wordrun.common.errors import ConfigError, UserError
-from wordrun.model import pretrained
+from wordrun.model import huggingface_files, pretrained
 from wordrun.model.construction import materialize, new_model, settled_options
 from wordrun.model.huggingface import huggingface_config, match, to_huggingface, to_ours
 from wordrun.model.options import GPTConfig, HFConfig, LlamaConfig, MoEConfig, TransformerConfig
@@ -177,7 +177,7 @@ def test_experts_in_files_of_transformers(name: str, stacked: bool, tmp_path: Pa
     theirs.save_pretrained(tmp_path / "theirs", **({"save_original_format": False} if stacked else {}))
     ours = models.build(cfg, V).eval()
     weights = pretrained.open_weights(tmp_path / "theirs", cfg, V)
-    described = pretrained.model_config(tmp_path, pretrained.read_config(tmp_path / "theirs"))
+    described = pretrained.model_config(tmp_path, huggingface_files.read_config(tmp_path / "theirs"))
     assert replace(described, name=cfg.name, vocab_size=None) == cfg
     assert ours.load_state_dict(dict(weights), strict=False).unexpected_keys == []
     tokens = torch.randint(V, (2, cfg.block_size), generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from wordrun.checkpoint import folder as folders, index, torch_format
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import UserError
 from wordrun.data.tokenizers import construction as tokenizers
-from wordrun.model import pretrained
+from wordrun.model import huggingface_files, pretrained
 
 if TYPE_CHECKING:
     from conftest import SaveRun
@@ -127,7 +127,7 @@ def test_torchs_index_contains_nothing_but_records(tmp_path: Path) -> None:
 def test_weights_of_hugging_face_run_nothing(name: str, kind: str) -> None:
     Path(name).write_bytes(PICKLES[kind])
     with pytest.raises(UserError, match=name):
-        pretrained.read_config(Path()) if name == "config.json" else pretrained.open_files(Path())
+        huggingface_files.read_config(Path()) if name == "config.json" else huggingface_files.open_files(Path())
     assert not Path("ran").exists()
 
 

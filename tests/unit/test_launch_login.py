@@ -10,7 +10,7 @@ import pytest
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import LocalHost
-from wordrun.launch.login_node import login_note, refuse_nodes
+from wordrun.launch.login_node import login_note, check_nodes
 from wordrun.launch.options import Options
 from wordrun.launch.schedulers import find_job
 
@@ -19,7 +19,7 @@ def at(host: str, env: Mapping[str, str], options: Options) -> str:
     """Return what launch says on ``host``: the note, or the refusal of more nodes."""
     job = find_job(options.scheduler, env, LocalHost(host, 2, "affinity", 0, "none"))
     try:
-        refuse_nodes(options, job, host, env)
+        check_nodes(options, job, host, env)
     except ConfigError as error:
         return str(error)
     return login_note(options, job, host, env)

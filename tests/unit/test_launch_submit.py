@@ -459,7 +459,7 @@ def test_what_the_site_does_not_allow(words: list[str], says: list[str]) -> None
 SMALL = "capacity (1 to 16 nodes, up to 168 h, 5 jobs of a user)"
 SCALING = "debug-scaling (2 to 256 nodes, up to 1 h, 1 job of a user)"
 # Aurora's queues: what is asked of them, the beginning of the refusal, and the queues that it names.
-REFUSALS = [
+INVALID_OVERRIDE = [
     ("-N 16", "-N 16: aurora's default queue prod takes 256 to 10624 nodes", f"{SCALING}, {SMALL}"),
     ("-N 16 --queue debug", "-N 16: aurora's queue debug takes 1 to 2 nodes", f"{SCALING}, {SMALL}"),
     (
@@ -473,7 +473,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "says", "others"), REFUSALS)
+@pytest.mark.parametrize(("words", "says", "others"), INVALID_OVERRIDE)
 def test_refusals_name_queues_that_take_the_job(words: str, says: str, others: str) -> None:
     with pytest.raises(ConfigError) as caught:
         written("aurora", "--walltime", "1:00:00", "--account", "X", *words.split())

@@ -18,7 +18,8 @@ from wordrun import Trainer, compose
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.model.construction import meta_model
 from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
-from wordrun.model.pretrained import fetch, model_config, open_weights, read_config
+from wordrun.model.huggingface_files import fetch, read_config
+from wordrun.model.pretrained import model_config, open_weights
 
 V = 61
 GPT = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, bias=True, gelu="tanh")

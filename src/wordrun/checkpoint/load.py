@@ -19,7 +19,7 @@ from wordrun.common.log import LOGGER
 from wordrun.common.run_dir import MANIFEST
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config, from_plain
-from wordrun.model import lora, mup, pretrained
+from wordrun.model import huggingface_files, lora, mup, pretrained
 from wordrun.model.base import LazyWeights, Model
 from wordrun.model.construction import meta_model, new_model
 from wordrun.model.options import TransformerConfig
@@ -102,7 +102,7 @@ class Saved:
                 found = find(Path(there))
                 weights = mup.suited(found.weights(), found.config.model, self.config.model)
             else:
-                weights = pretrained.open_weights(pretrained.fetch(there), self.config.transformer, self.vocab_size)
+                weights = pretrained.open_weights(huggingface_files.fetch(there), self.config.transformer, self.vocab_size)
             if lora.digest_like(base["digest"], weights, model) == base["digest"]:
                 return weights
         except UserError as error:

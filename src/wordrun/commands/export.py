@@ -16,7 +16,7 @@ from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.section import Section
 from wordrun.common.validation import above_zero, one_of
 from wordrun.config.arguments import run
-from wordrun.config.registry import refuse_own_model
+from wordrun.config.registry import check_has_huggingface_format
 from wordrun.config.schema import to_plain
 from wordrun.data.options import ANSWERED
 from wordrun.model.options import TransformerConfig
@@ -97,7 +97,7 @@ def export(options: ExportConfig) -> Path:
     saved = find(Path(options.run), options.checkpoint)
     if options.form != "checkpoint":
         saved.require_text()
-        refuse_own_model(saved.config.model)
+        check_has_huggingface_format(saved.config.model)
     if options.form == "huggingface":  # before the weights are written
         ours = from_checkpoint(saved.tokenizer_json, saved.tokenizer_file)
         require_convertible(json.loads(ours.to_json()))

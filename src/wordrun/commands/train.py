@@ -33,7 +33,7 @@ from wordrun.common.run_id import drop_ids_of_one_run
 from wordrun.common.version import __version__, versions
 from wordrun.config import project
 from wordrun.config.compose import Tree, compose, register, renamed, shown, to_config, typed
-from wordrun.config.messages import REFUSALS, unparsable
+from wordrun.config.messages import INVALID_OVERRIDE, unparsable
 from wordrun.config.schema import SECTIONS, SEVERAL, Config, schemas
 from wordrun.dist.hang import watch
 from wordrun.train.help import changed_groups, options_of, overview
@@ -209,7 +209,7 @@ def _sweep(args: Namespace, world: dist.World) -> int:
         return ConfigError.exit_status
     drop_ids_of_one_run()
     overrides = [renamed(override) for override in args.overrides]
-    with contextlib.suppress(*REFUSALS):  # a mistake is reported below
+    with contextlib.suppress(*INVALID_OVERRIDE):  # a mistake is reported below
         overrides = typed(overrides, sweep_points(overrides)[0], _tree(args))
     points = sweep_points(overrides)
     shared = set(points[0]).intersection(*points)

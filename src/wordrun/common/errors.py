@@ -201,6 +201,6 @@ def first_line(error: BaseException | str, most: int = 200) -> str:
 
 
 def unpickling_problem(error: BaseException) -> str:
-    """Return why ``torch.load`` refused a file, without torch's advice to load it all the same."""
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    return f"it contains {refused[1]}, which is code rather than data" if refused else first_line(error)
+    """Return why ``torch.load`` rejected a file, without torch's advice to load it all the same."""
+    rejected = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it contains {rejected[1]}, which is code rather than data" if rejected else first_line(error)

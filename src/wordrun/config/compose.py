@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString, Transformer
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,9 +29,9 @@ from wordrun.common.run_id import new_run_id
 from wordrun.common.secrets import has_login, is_secret
 from wordrun.common.section import Section
 from wordrun.common.validation import too_large
-from wordrun.config import project, yaml_files
+from wordrun.config import hydra_sources, project
 from wordrun.config.fallbacks import settled
-from wordrun.config.messages import REFUSALS, VALUE, diagnose, name_of, option_names, unknown_option
+from wordrun.config.messages import INVALID_OVERRIDE, VALUE, diagnose, name_of, option_names, unknown_option
 from wordrun.config.registry import KINDS, Part, backends
 from wordrun.config.rules import check
 from wordrun.config.schema import (
@@ -51,7 +46,6 @@ from wordrun.config.schema import (
     with_accumulation,
 )
 from wordrun.config.strings import as_typed
-from wordrun.config.yaml_files import YamlFiles
 from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.model.options import ModelConfig
 from wordrun.train.options import DTYPES, ScheduleConfig
@@ -117,10 +111,10 @@ def compose(
         raise ConfigError("\n".join(f"{override} {why}" for override in unused))
     try:
         overrides, composed, replaced = settled(overrides, partial(_compose, tree=tree))
-    except REFUSALS as error:
-        problems, others, refused = diagnose(list(overrides), partial(_compose, tree=tree), error)
+    except INVALID_OVERRIDE as error:
+        problems, others, rejected = diagnose(list(overrides), partial(_compose, tree=tree), error)
         # ``others`` has the default in place of a rejected group, so problems with that group would mislead.
-        about = re.compile(rf"\b({'|'.join(refused)})=" if refused else "(?!)")
+        about = re.compile(rf"\b({'|'.join(rejected)})=" if rejected else "(?!)")
         problems += [problem for problem in _problems_of(others, ranks, per_node) if not about.search(problem)]
         raise ConfigError("\n".join(problems)) from None
     if replaced:
@@ -185,7 +179,7 @@ def to_config(
     Raises:
         ConfigError: if there are unknown keys or invalid values; the message names all of them.
     """
-    yaml_files.replace_marks(composed)
+    hydra_sources.replace_marks(composed)
     problems = list(_undeclared(composed))
     if composed.get("run_dir"):
         problems.append(f"run_dir={composed.run_dir} cannot be set directly: use hydra.run.dir={composed.run_dir}")
@@ -266,9 +260,7 @@ def register() -> None:
     if "schema.yaml" not in store.repo:  # once only: storing takes a seventh of the time of composing
         # The base class: Hydra merges the options of any tokenizer into it, but not into those of tokenizer=char.
         store.store(name="schema", node=Config(tokenizer=TokenizerConfig()))
-    yaml_files.register()
-    for plugin in (PartSource, YamlFiles, SearchPath):
-        Plugins.instance().register(plugin)
+    hydra_sources.register()
     stored = {name.removesuffix(".yaml") for name in store.repo.get("train.backend", ())}
     for backend in backends():
         content = {"defaults": [{"/backend": backend.lower()}, "_self_"], "train": {"backend": backend}}
@@ -292,7 +284,7 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
     """Return what Hydra composes.
 
     Raises:
-        Exception: one of REFUSALS; an override is invalid.
+        Exception: one of INVALID_OVERRIDE; an override is invalid.
     """
     register()
     overrides = as_typed(searched(overrides, tree.extra_dir), OmegaConf.create())
@@ -301,7 +293,7 @@ def _compose(overrides: list[str], tree: Tree) -> DictConfig:
         if (implied := _implied(composed)) and not any(name_of(override) == "tokenizer" for override in overrides):
             overrides = [*implied, *overrides]
             composed = _compose_once(overrides, tree)
-    except REFUSALS:  # also of 1e3 for an option of type int | str, if nothing else is wrong
+    except INVALID_OVERRIDE:  # also of 1e3 for an option of type int | str, if nothing else is wrong
         others = [override for override in overrides if not VALUE.fullmatch(override)]
         if others == overrides or (quoted := as_typed(overrides, _compose_once(others, tree))) == overrides:
             raise
@@ -317,7 +309,7 @@ def _implied(composed: DictConfig) -> tuple[str, ...]:
 
 
 def _compose_once(overrides: list[str], tree: Tree) -> DictConfig:
-    with all_problems():
+    with hydra_sources.all_problems():
         backup = GlobalHydra.instance().hydra  # the caller may itself be a Hydra application
         GlobalHydra.instance().clear()
         start = (
@@ -328,7 +320,7 @@ def _compose_once(overrides: list[str], tree: Tree) -> DictConfig:
         try:
             with start:
                 composed = hydra.compose(tree.name, overrides, return_hydra_config=True)
-                yaml_files.replace_marks(composed)
+                hydra_sources.replace_marks(composed)
                 return composed
         finally:
             GlobalHydra.instance().hydra = backup
@@ -361,13 +353,8 @@ def searched(overrides: Sequence[str], extra_dir: str | None) -> list[str]:
     folders += [os.path.abspath(extra_dir)] if extra_dir else []
     if not folders:
         return list(overrides)
-    path = [QuotedString(_read_by_wordrun(folder), Quote.double) for folder in folders]
+    path = [QuotedString(hydra_sources.read_by_wordrun(folder), Quote.double) for folder in folders]
     return [f"hydra.searchpath={Transformer.str(path)}", *(each for each in overrides if each not in own)]
-
-
-def _read_by_wordrun(folder: str) -> str:
-    folder = folder.removeprefix("file://")
-    return folder if "://" in folder else f"{YamlFiles.scheme()}://{folder}"
 
 
 def _undeclared(composed: DictConfig) -> Iterator[str]:
@@ -411,111 +398,3 @@ def as_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(as_dict(cfg)))  # from the dataclass itself it takes twice as long
 
 
-SCHEMA = "schema"
-"""The folder of the dataclasses."""
-_problems: ContextVar[list[str] | None] = ContextVar("problems", default=None)
-"""Problems of the parts that Hydra has read within an ``all_problems`` block; None: outside such a block."""
-
-
-@contextlib.contextmanager
-def all_problems() -> Iterator[None]:
-    """Collect what is wrong with the parts of the configs that are composed within the ``with`` block.
-
-    Raises:
-        ConfigError: there are problems; the message names all of them.
-    """
-    found = list[str]()
-    outside = _problems.set(found)
-    try:
-        yield
-    except Exception:
-        if not found:  # otherwise Hydra's error is a consequence of these problems
-            raise
-    finally:
-        _problems.reset(outside)
-    if found:
-        raise ConfigError("\n".join(dict.fromkeys(found)))
-
-
-class SearchPath(SearchPathPlugin):
-    """Adds the project's conf/ and the parts to Hydra's search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add both, after wordrun's own files; let wordrun read the user's folders."""
-        for each in search_path.get_path():
-            each.path = _read_by_wordrun(each.path)
-        if folder := project.here().conf:
-            search_path.append("project", _read_by_wordrun(str(folder)))
-        search_path.append("parts", f"{PartSource.scheme()}://")
-
-
-class PartSource(ConfigSource):
-    """Offers every registered part."""
-
-    @staticmethod
-    def scheme() -> str:
-        """Return the prefix of this source's address."""
-        return "parts"
-
-    def available(self) -> bool:
-        """Return True: there are always parts."""
-        return True
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return what Hydra reads under ``config_path``.
-
-        Raises:
-            ConfigError: the part cannot be imported, or its options are not valid.
-        """
-        *folders, group, name = config_path.removesuffix(".yaml").split("/")
-        part = schemas(group)[name]
-        try:
-            content = _schema(part) if folders else OmegaConf.create(_option(group, name, part))
-        except ConfigError as error:
-            if (found := _problems.get()) is None:
-                raise
-            found.append(str(error))
-            content = OmegaConf.create()
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=content, header={"package": None})
-
-    def is_group(self, config_path: str) -> bool:
-        """Return whether there are configs below ``config_path``."""
-        folders = _folders(config_path)
-        return folders in ([], [SCHEMA]) or (len(folders) < 3 and bool(self.list(config_path, ObjectType.CONFIG)))
-
-    def is_config(self, config_path: str) -> bool:
-        """Return whether ``config_path`` names a part, or the schema of one."""
-        *folders, name = _folders(config_path)
-        return bool(folders) and name in self.list("/".join(folders), ObjectType.CONFIG)
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names below ``config_path``."""
-        *folders, group = _folders(config_path) or [""]
-        if folders in ([], [SCHEMA]) and group in (SECTIONS if folders else KINDS):
-            return sorted(schemas(group)) if results_filter != ObjectType.GROUP else []
-        inside = {"": [*KINDS, SCHEMA], SCHEMA: list(SECTIONS)}.get(group, []) if not folders else []
-        return inside if results_filter != ObjectType.CONFIG else []
-
-
-def _folders(config_path: str) -> list[str]:
-    return [each for each in config_path.removesuffix(".yaml").split("/") if each]
-
-
-def _option(kind: str, name: str, part: Part) -> dict[str, Any]:
-    """Return the config that selects a part; if there can be several parts of its kind, it is keyed by its name."""
-    if kind in SEVERAL:
-        return {"defaults": [f"/{SCHEMA}/{kind}/{name}@{name}"]}
-    keys = ("name", "kind") if kind == "data" else ("name",)
-    return {"defaults": [f"/{SCHEMA}/{kind}/{name}@_here_"], **dict.fromkeys(keys, part.name or name)}
-
-
-def _schema(part: Part) -> DictConfig:
-    """Return the part's schema; its dictionaries accept new keys, unlike the rest of the tree."""
-    try:
-        schema: DictConfig = OmegaConf.structured(part.options)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{part}: {error.full_key or 'options'}: {first_line(error)}") from None
-    for value in schema.values():
-        if isinstance(value, DictConfig):
-            OmegaConf.set_struct(value, False)
-    return schema

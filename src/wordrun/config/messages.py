@@ -19,7 +19,7 @@ from wordrun.config.schema import SECTIONS, SEVERAL, parts_in, schemas
 from wordrun.config.strings import as_typed
 
 # Exceptions that Hydra and OmegaConf raise for an invalid override.
-REFUSALS = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError, RecursionError)
+INVALID_OVERRIDE = (HydraException, OmegaConfBaseException, TypeError, ValueError, YAMLError, RecursionError)
 # wordrun's own plugins.
 PLUGINS = {"launcher": "wordrun", "sweeper": "wordrun_optuna"}
 GROUPS = (*SECTIONS, "experiment", "train.backend")
@@ -35,7 +35,7 @@ def diagnose(
     Args:
         overrides: all overrides.
         compose: composes some overrides to a tree.
-        cause: the exception of ``compose`` for all overrides, one of ``REFUSALS``.
+        cause: the exception of ``compose`` for all overrides, one of ``INVALID_OVERRIDE``.
 
     Returns:
         A message for each override that cannot be applied; the tree composed of the others (None: it does not compose);
@@ -43,39 +43,39 @@ def diagnose(
     """
     try:
         base = compose([])
-    except REFUSALS:
+    except INVALID_OVERRIDE:
         is_ours = isinstance(cause, ConfigError)
         return [str(cause) if is_ours else f"the configuration tree itself does not compose: {cause}"], None, []
     good: list[str] = []
     # Hydra's search path first, since it adds files.
     left = sorted((o for o in overrides if not VALUE.fullmatch(o)), key=lambda o: not o.startswith("hydra"))
     while True:  # again, because a file may set options of a part that a later override chooses
-        refused: dict[str, Exception] = {}
+        rejected: dict[str, Exception] = {}
         for override in left:
             try:
                 base = compose([*good, override])
                 good.append(override)
-            except REFUSALS as error:
-                refused[override] = error
-        if len(refused) == len(left):
+            except INVALID_OVERRIDE as error:
+                rejected[override] = error
+        if len(rejected) == len(left):
             break
-        left = [*refused]
+        left = [*rejected]
     for override in (o for o in overrides if VALUE.fullmatch(o)):
         try:
             (parsed,) = OverridesParser.create().parse_overrides(as_typed([override], base))
             if parsed.is_sweep_override():
                 raise HydraException("Ambiguous value")
             OmegaConf.update(base, parsed.key_or_group, parsed.value())
-        except REFUSALS as error:
-            refused[override] = error
+        except INVALID_OVERRIDE as error:
+            rejected[override] = error
     # The options of a part that cannot be imported cannot be checked.
-    broken = tuple(f"{name_of(override)}." for override, error in refused.items() if isinstance(error, ConfigError))
+    broken = tuple(f"{name_of(override)}." for override, error in rejected.items() if isinstance(error, ConfigError))
     problems = [
-        translate(o, refused[o], base)
+        translate(o, rejected[o], base)
         for o in dict.fromkeys(overrides)
-        if o in refused and not name_of(o).startswith(broken)
+        if o in rejected and not name_of(o).startswith(broken)
     ]
-    return problems or [first_line(cause)], base, [name for name in map(name_of, refused) if name in SECTIONS]
+    return problems or [first_line(cause)], base, [name for name in map(name_of, rejected) if name in SECTIONS]
 
 
 def translate(override: str, error: Exception, base: DictConfig) -> str:

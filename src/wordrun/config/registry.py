@@ -264,7 +264,7 @@ def part_of(kind: str, options: Any) -> Part:
     return found.get(name) or next(iter(found.values()))
 
 
-def refuse_own_model(options: Any) -> None:
+def check_has_huggingface_format(options: Any) -> None:
     """Raise a ConfigError if ``options`` are of a model from outside wordrun that has no Hugging Face format."""
     part = part_of("model", options)
     if part.origin and not getattr(part.load(), "has_huggingface_format", False):

@@ -216,7 +216,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     """Return Jinja with what transformers offers to templates."""
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     found.filters["tojson"] = _json
-    found.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    found.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     return found
 
 
@@ -225,5 +225,5 @@ def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _refuse(message: str) -> str:
+def _raise_exception(message: str) -> str:
     raise jinja2.TemplateError(message)

@@ -109,7 +109,7 @@ def by_name(name: str) -> Content:
     return Content("", packing, OTHERS.get(suffix, UNKNOWN) if suffix else UNNAMED)
 
 
-def refuse_special(path: Path) -> None:
+def reject_special_file(path: Path) -> None:
     """Raise OSError if ``path`` is neither a file nor missing: reading a named pipe could wait forever."""
     kind = stat.S_IFMT(path.stat().st_mode) if path.exists() else stat.S_IFREG
     if kind != stat.S_IFREG:

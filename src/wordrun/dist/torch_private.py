@@ -212,7 +212,7 @@ def hide_hooks(module: torch.nn.Module) -> None:
     """Hide what the hooks around the forward pass of ``module`` compute from selective activation checkpointing.
 
     It expects the second forward pass to call the same operations as the first, but ``fully_shard`` gathers parameters
-    in the hooks of a pass only if it has not prefetched them. Without the name, torch refuses the second pass.
+    in the hooks of a pass only if it has not prefetched them. Without the name, torch rejects the second pass.
     """
     without_modes = getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 
@@ -254,7 +254,7 @@ def release_reducer(replica: Any) -> None:
 
 
 def sync_batch_norm(module: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
-    """Return what a SyncBatchNorm with the state of ``module`` makes of ``x``; DDP refuses one itself on a CPU."""
+    """Return what a SyncBatchNorm with the state of ``module`` makes of ``x``; DDP rejects one itself on a CPU."""
     return torch.nn.SyncBatchNorm.forward(module, x)  # type: ignore[arg-type]
 
 

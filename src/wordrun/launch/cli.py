@@ -75,7 +75,7 @@ def _launch(options: Options) -> int:
         from wordrun.launch import submit
 
         return submit.main(options)
-    sweeps_and_studies.refuse_launch(options)
+    sweeps_and_studies.reject_study_on_ranks(options)
     plan = make_plan(options)
     if options.dry_run:
         print(dry_run.dry_run(plan, as_json=options.json))

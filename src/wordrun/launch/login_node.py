@@ -28,7 +28,7 @@ def login_note(options: Options, job: Job, host: str, env: Mapping[str, str]) ->
     return f"no {scheduler.name.upper()} job: this looks like {_name(site)}, and the processes start here ({instead})"
 
 
-def refuse_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) -> None:
+def check_nodes(options: Options, job: Job, host: str, env: Mapping[str, str]) -> None:
     """Check that only one node, this machine, is requested if there is no job.
 
     Raises:

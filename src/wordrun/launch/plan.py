@@ -17,7 +17,7 @@ from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.limits import check_crowd
-from wordrun.launch.login_node import login_note, refuse_nodes
+from wordrun.launch.login_node import login_note, check_nodes
 from wordrun.launch.options import Options
 from wordrun.launch.rank_starter import RankStarter, starter_of
 from wordrun.launch.ranks import decide_ranks
@@ -162,7 +162,7 @@ def look_around(options: Options, left_out: frozenset[str] = frozenset()) -> tup
     job = hold_back(whole, options.spare_nodes, left_out)
     if site.name:
         job = replace(job, reasons={**job.reasons, "site": why})
-    refuse_nodes(options, job, host.name, env)
+    check_nodes(options, job, host.name, env)
     ranks = decide_ranks(options, job)
     if options.spare_nodes and starter_of(options).keeps_spare_nodes:
         job = replace(hold_back(whole, 0, left_out), reasons=job.reasons, notes=job.notes)

@@ -1,6 +1,6 @@
 """Commands that call launch themselves, for each point of a sweep or study.
 
-``launch --submit`` passes its options on to the launches of the points; ``launch`` without it refuses a study.
+``launch --submit`` passes its options on to the launches of the points; ``launch`` without it rejects a study.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wordrun.launch.options import Options
 
 ARGS = "hydra.launcher.args"
 # Why these options cannot reach the points.
-REFUSED = {
+NOT_FOR_POINTS = {
     "elastic": ("--elastic", "starts guardians for a single run"),
     "spare_nodes": ("--spare-nodes", "holds nodes back from a single run"),
 }
@@ -28,13 +28,13 @@ def what(options: Options) -> str:
 
 def problems(options: Options) -> Iterator[str]:
     """Yield what is wrong with the options of a job that runs a sweep or a study."""
-    for field, (name, does) in REFUSED.items():
+    for field, (name, does) in NOT_FOR_POINTS.items():
         if options.launches_points and getattr(options, field):
             yield f"{name} {does}, but {what(options)} launches each point itself: leave it out"
 
 
-def refuse_launch(options: Options) -> None:
-    """Refuse to start a study as ranks.
+def reject_study_on_ranks(options: Options) -> None:
+    """Check that the command is not a study, which is not started as ranks.
 
     Raises:
         ConfigError: the command is a study; the message has the two ways to start it.

@@ -212,7 +212,7 @@ class Comparison:
             needs, has = gib(need.total), f"the {self.device_name} on {host} has {gib(room.device)} free"
         return f"this run needs about {needs} on each rank, and {has}"
 
-    def refuse(self) -> None:
+    def check(self) -> None:
         """Stop the run if it cannot fit, unless train.check_memory is false.
 
         Raises:

@@ -73,7 +73,7 @@ class Runner:
                     progress.started(todo.pop(0))
                 for ended in pool.wait():
                     progress.ended(ended, self.record(ended.point, ended.state))
-                    self.refuse_a_full_disk(ended.point)
+                    self.check_disk(ended.point)
         print(f"{what}: {progress.summary(points)}", flush=True)
         return pool.exit_status if pool.ending else int(FAILED in progress.states.values())
 
@@ -135,7 +135,7 @@ class Runner:
         self.table.put([point], FAILED, reason, **values)
         return FAILED
 
-    def refuse_a_full_disk(self, point: Point) -> None:
+    def check_disk(self, point: Point) -> None:
         """End everything if a point had no room on the disk.
 
         Raises:

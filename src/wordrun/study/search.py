@@ -293,7 +293,7 @@ class Search:
         elif state != "stopped":
             self.optuna_study.tell(trial, state=TrialState.PRUNED if state == PRUNED else TrialState.FAIL)
         progress.ended(ended, state)
-        self.runner.refuse_a_full_disk(point)
+        self.runner.check_disk(point)
 
     def show(self) -> None:
         """Print the best points, and draw all of them."""

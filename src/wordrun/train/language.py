@@ -19,7 +19,7 @@ from wordrun.backend.base import Backend
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import LOGGER
-from wordrun.config.registry import part_of, refuse_own_model
+from wordrun.config.registry import part_of, check_has_huggingface_format
 from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
@@ -33,7 +33,7 @@ from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences, ValidationTokens
 from wordrun.dist.mesh import Layout
-from wordrun.model import lora, pretrained
+from wordrun.model import huggingface_files, lora, pretrained
 from wordrun.model.base import Model
 from wordrun.model.construction import meta_model, new_model
 from wordrun.model.generate import generate, predictor, why_silent
@@ -113,10 +113,10 @@ class LanguageTask(Task):
     def check_source(cls, cfg: Config, source: str) -> None:
         vocab_size = cfg.tokenizer.known_vocab_size
         if source.startswith("hf:"):
-            refuse_own_model(cfg.model)
+            check_has_huggingface_format(cfg.model)
             if not isinstance(cfg.model, TransformerConfig):  # checked with the model
                 return
-            folder = pretrained.fetch(source.removeprefix("hf:"))
+            folder = huggingface_files.fetch(source.removeprefix("hf:"))
             pretrained.open_weights(folder, lora.without(cfg.transformer), vocab_size)
             return
         super().check_source(cfg, source)
@@ -204,8 +204,8 @@ class LanguageTask(Task):
         return meta_model(lora.without(self.cfg.transformer), self.vocab_size)
 
     def _weights_from_hf(self, source: str, world: dist.World) -> Mapping[str, torch.Tensor]:
-        refuse_own_model(self.cfg.model)
-        folder = dist.broadcast(pretrained.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
+        check_has_huggingface_format(self.cfg.model)
+        folder = dist.broadcast(huggingface_files.fetch(source.removeprefix("hf:")) if world.rank == 0 else None, world)
         if not isinstance(self.meta_model, Transformer):
             return self.meta_model.read_huggingface(folder)
         return pretrained.open_weights(folder, lora.without(self.cfg.transformer), self.vocab_size)

@@ -35,7 +35,7 @@ class MemoryPlan:
         cfg: the config, with the dtype in which the run computes.
         world: the ranks.
         layout: which ranks share what.
-        shapes: those of the model; None: there is no estimate, so nothing is refused.
+        shapes: those of the model; None: there is no estimate, so nothing is checked.
 
     Raises:
         ConfigError: the run does not fit.
@@ -53,7 +53,7 @@ class MemoryPlan:
         """What the run needs; None: there is no estimate."""
         if shapes is not None:
             self.fit = within_budget(Fit(cfg, shapes, layout, world.local_size, self.device.type == "cpu"))
-            self._compared(self.fit).refuse()
+            self._compared(self.fit).check()
             self._report(self.fit, cfg.train.memory_budget_gb)
         elif cfg.train.memory_budget_gb is not None:
             raise ConfigError(

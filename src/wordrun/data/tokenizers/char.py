@@ -52,14 +52,14 @@ class CharTokenizer(Tokenizer):
         if self._table and text.isascii():
             translated = text.encode("ascii").translate(self._table)
             if ABSENT in translated:
-                self._refuse(text)
+                self._raise_unknown(text)
             return np.frombuffer(translated, dtype=np.uint8)
         tokens = np.take(self._tokens, np.frombuffer(text.encode("utf-32-le"), np.uint32), mode="clip")
         if len(tokens) and tokens.max() == self.vocab_size:
-            self._refuse(text)
+            self._raise_unknown(text)
         return tokens
 
-    def _refuse(self, text: str) -> None:
+    def _raise_unknown(self, text: str) -> None:
         absent = "".join(character for character in dict.fromkeys(text) if character not in self.characters)
         raise ConfigError(
             f"the text {_capped(text)} has characters that the vocabulary of {self.vocab_size} lacks: "

@@ -37,10 +37,10 @@ class _NoTexts:
         return 0
 
     def __iter__(self) -> Iterator[str]:
-        return _refuse_texts(self.part, self.options)
+        return _reject_texts(self.part, self.options)
 
 
-def _refuse_texts(part: Part, options: str) -> Iterator[str]:
+def _reject_texts(part: Part, options: str) -> Iterator[str]:
     raise ConfigError(
         f"{part}: build reads texts, but {options} has no built_from: add built_from = 'sample' to it (texts of the "
         "data), or 'characters' (all distinct ones)",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.files import read_json
-from wordrun.data.contents import refuse_special
+from wordrun.data.contents import reject_special_file
 from wordrun.data.tokenizers.base import CUT, END, Ids, Span, Tokenizer
 from wordrun.data.tokenizers.huggingface import letters
 from wordrun.data.tokenizers.options import BPETokenizerConfig, GPT2TokenizerConfig, HFTokenizerConfig
@@ -338,7 +338,7 @@ def _read(path: str) -> tuple[str, dict[str, Any]]:
     given = Path(os.path.expanduser(path))
     file = given / "tokenizer.json" if given.is_dir() else given
     try:
-        refuse_special(file)
+        reject_special_file(file)
         content = file.read_text(encoding="utf-8")
         saved = json.loads(content)
         if "tokenizer" in saved:  # wordrun's own file, saved with shards

@@ -192,7 +192,7 @@ def needs_hosts(request: Request) -> bool:
     return not request.job.is_local or len(request.job.hosts) > 1 or request.options.hostfile is not None
 
 
-def refuse_binding(options: Options, what: str) -> None:
+def reject_cpu_bind(options: Options, what: str) -> None:
     """Raise a ConfigError for --cpu-bind, which ``what`` does not support."""
     if options.cpu_bind:
         raise ConfigError(f"--cpu-bind {options.cpu_bind}: {what} has no CPU binding; use --launcher hydra or openmpi")

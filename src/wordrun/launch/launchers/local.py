@@ -9,7 +9,7 @@ from wordrun.common.errors import ConfigError
 from wordrun.common.exit_reports import UNFINISHED
 from wordrun.launch import processes
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, LauncherSearch, refuse_binding
+from wordrun.launch.launchers.base import Launcher, LauncherSearch, reject_cpu_bind
 from wordrun.launch.request import Request
 
 
@@ -34,7 +34,7 @@ class Local(Launcher):
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return the command itself."""
-        refuse_binding(request.options, "a single process")
+        reject_cpu_bind(request.options, "a single process")
         if request.options.launcher_args:
             raise ConfigError("--launcher-args: a single process is started without a launcher, so leave it out")
         return request.options.command

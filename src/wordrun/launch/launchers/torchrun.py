@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from wordrun.common.errors import ConfigError
 from wordrun.launch import processes
 from wordrun.launch.job import Job
-from wordrun.launch.launchers.base import Launcher, LauncherSearch, NoLauncherError, rank_command, refuse_binding
+from wordrun.launch.launchers.base import Launcher, LauncherSearch, NoLauncherError, rank_command, reject_cpu_bind
 from wordrun.launch.request import Request
 
 
@@ -54,7 +54,7 @@ class Torchrun(Launcher):
 
     def argv(self, request: Request) -> tuple[str, ...]:
         """Return torchrun's command line, without elastic restarts."""
-        refuse_binding(request.options, "torchrun")
+        reject_cpu_bind(request.options, "torchrun")
         if request.ranks.nodes > 1:
             remedy = "leave it out for the scheduler's own launcher, or -N 1"
             raise ConfigError(f"--launcher torchrun starts ranks on one host: {remedy}")

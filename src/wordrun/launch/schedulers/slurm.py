@@ -176,7 +176,7 @@ class Slurm(Scheduler):
 
 
 def _hosts(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the job's hosts; refuse jobs and shells in which launch cannot start a step."""
+    """Return the job's hosts; reject jobs and shells in which launch cannot start a step."""
     if env.get("SLURM_HET_SIZE"):
         what = f"SLURM_HET_SIZE={env['SLURM_HET_SIZE']}: this is a heterogeneous job, which launch does not support"
         raise ConfigError(f"{what}; submit one with equal components, or call srun --het-group yourself")

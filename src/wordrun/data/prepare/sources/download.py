@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.files import absolute
 from wordrun.common.log import LOGGER
-from wordrun.data.contents import refuse_special
+from wordrun.data.contents import reject_special_file
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare.sources.base import Source
 from wordrun.data.prepare.sources.files import FileSource
@@ -68,7 +68,7 @@ class DownloadSource(FileSource):
 
 def _check_hash(path: Path, data: TextConfig) -> None:
     try:
-        refuse_special(path)
+        reject_special_file(path)
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror}. It should be the text of data={data.name}"
