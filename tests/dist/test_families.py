@@ -27,13 +27,6 @@ SMALL = shlex.split("""
     model.block_size=16
 """)
 LLAMA = ["model=llama_debug", "model.n_kv_head=2", "model.n_hidden=40"]
-GEMMA = [
-    *LLAMA,
-    *shlex.split("""
-    model.head_size=12 model.qk_norm=true model.post_norm=true model.gate=gelu model.window=5
-    model.embed_scale=true model.global_every=2 model.rope_local_theta=1e3 model.tie=true
-"""),
-]
 MIXTRAL = ["model=moe_debug", "model.n_kv_head=2", "model.n_hidden=24", "model.n_experts=4", "model.n_shared=0"]
 FAMILIES = {
     "GPT-2": ["model.bias=true", "model.gelu=tanh"],
@@ -41,7 +34,6 @@ FAMILIES = {
     "Mistral": [*LLAMA, "model.window=5"],
     "Qwen2.5": [*LLAMA, "model.qkv_bias=true", "model.tie=true"],
     "Qwen3": [*LLAMA, "model.head_size=12", "model.qk_norm=true"],
-    "Gemma 3": GEMMA,
     "Mixtral": MIXTRAL,
     "Qwen3-MoE": [*MIXTRAL, "model.head_size=12", "model.qk_norm=true"],
     "`modern`": shlex.split("""
@@ -64,7 +56,7 @@ LAYOUTS = {
 }
 ON_FOUR = ("3D", "cp, gather")
 """Layouts with two axes, or whose ranks do not all receive from each other; for the others two ranks are enough."""
-SHARDED = {"Gemma 3", "`modern`"}
+SHARDED = {"Qwen3", "`modern`"}
 """The two families with most kinds of weights: under TP and PP, on four ranks, theirs are sharded as well."""
 SCRIPT = """
 import json, pickle, sys

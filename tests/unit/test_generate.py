@@ -39,7 +39,7 @@ BLOCK = 16
 CONFIGS: dict[str, TransformerConfig] = {
     "gpt": GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=BLOCK, bias=True),
     "llama": LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=BLOCK),
-    "gemma": LlamaConfig(
+    "windows": LlamaConfig(
         n_layer=2, n_head=2, n_embd=32, n_hidden=48, block_size=BLOCK, window=5, global_every=2, qk_norm=True
     ),
     "modern": ModernConfig(

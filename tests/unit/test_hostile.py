@@ -24,7 +24,7 @@ from wordrun.checkpoint import folder as folders, index, torch_format
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import UserError
 from wordrun.data.tokenizers import construction as tokenizers
-from wordrun.model import huggingface_files, pretrained
+from wordrun.model import huggingface_files
 
 if TYPE_CHECKING:
     from conftest import SaveRun

@@ -262,7 +262,7 @@ print([key for key in before if before[key] != after[key]])
 OF_LIBRARIES = set(
     shlex.split("""
     forward grad weight reducer logger hydra pre_tokenizer decoder initialize finalize
-    environ stderr argv returncode msg has_rank propagate filename HF_HUB_OFFLINE
+    environ stderr argv returncode msg has_rank propagate filename path HF_HUB_OFFLINE
     dtypes fill_uninitialized_memory benchmark __class__
     _compiled_call_impl
 """)

@@ -10,7 +10,7 @@ import pytest
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import LocalHost
-from wordrun.launch.login_node import login_note, check_nodes
+from wordrun.launch.login_node import check_nodes, login_note
 from wordrun.launch.options import Options
 from wordrun.launch.schedulers import find_job
 

@@ -17,29 +17,13 @@ from safetensors.torch import load_file, save_file
 from wordrun import Trainer, compose
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.model.construction import meta_model
-from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.model.huggingface_files import fetch, read_config
+from wordrun.model.options import GPTConfig, LlamaConfig, TransformerConfig
 from wordrun.model.pretrained import model_config, open_weights
 
 V = 61
 GPT = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, bias=True, gelu="tanh")
 LLAMA = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_hidden=48, block_size=24, rope_theta=5e5)
-GEMMA = replace(
-    LLAMA,
-    n_layer=3,
-    n_kv_head=1,
-    head_size=12,
-    qk_norm=True,
-    rope_theta=1e6,
-    rope_local_theta=1e4,
-    window=7,
-    global_every=2,
-    gate="gelu",
-    post_norm=True,
-    embed_scale=True,
-    tie=True,
-    norm_eps=1e-6,
-)
 
 
 def theirs(kind: Any, **options: Any) -> Any:
@@ -47,12 +31,6 @@ def theirs(kind: Any, **options: Any) -> Any:
     sizes = {"vocab_size": V, "max_position_embeddings": 24, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 5e5}
     return kind(**(sizes | heads | options))
-
-
-def their_gemma(**options: Any) -> Any:
-    sizes = {"vocab_size": V, "max_position_embeddings": 24, "hidden_size": 32, "intermediate_size": 48}
-    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12}
-    return transformers.Gemma3TextConfig(**sizes, **heads, query_pre_attn_scalar=12, **options)
 
 
 LLAMA3_ROPE = {
@@ -80,11 +58,6 @@ THEIRS: dict[str, tuple[TransformerConfig, Any]] = {
     "mistral": (
         replace(LLAMA, head_size=12, norm_eps=1e-6, window=7),
         theirs(transformers.MistralConfig, head_dim=12, sliding_window=7),
-    ),
-    "gemma3_text": (GEMMA, their_gemma(sliding_window=7, sliding_window_pattern=2)),
-    "gemma3_text without windows": (
-        replace(GEMMA, window=None, global_every=0, rope_local_theta=None),
-        their_gemma(layer_types=["full_attention"] * 3),
     ),
 }
 Folders = Callable[[str], Path]
@@ -244,7 +217,7 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun supports gpt2 (GPT-2), llama (LLaMA), qwen3 (Q"),
+        ("gpt2", {"model_type": "mamba"}, "of type mamba; wordrun's own models are gpt2 (GPT-2), llama (LLaMA), q"),
         ("gpt2", {"activation_function": "relu"}, "activation_function=relu, but model=gpt2 supports only activat"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "n_inner=100, but model=gpt2 supports only n_inner=128"),
         ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, but model=gpt2 supports"),
@@ -258,11 +231,11 @@ def test_without_config_json_the_weights_decide(folder: Folders) -> None:
         ),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "supports only"),
         ("qwen2", {"use_sliding_window": True}, "has use_sliding_window=True, but model=llama_debug supports only u"),
-        ("gemma3_text", {"query_pre_attn_scalar": 99}, "but model=gemma3_1b supports only query_pre_attn_scalar=12"),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "supports only attn_logit_softcapping=None"),
-        ("gemma3_text", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "supports only layer_types="),
-        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "{'rope_t"),
-        ("gpt2", {"model_type": "gemma2"}, "of type gemma2; wordrun supports gpt2 (GPT-2), llama (LLaMA), qwen3 (Q"),
+        (
+            "gpt2",
+            {"model_type": "gemma3_text"},
+            "mixtral (Mixtral), mistral (Mistral): for any other, use model=hf model.path=",
+        ),
         ("llama", {"hidden_size": None}, "lacks the required key 'hidden_size'"),
     ],
 )
@@ -381,19 +354,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "mistral": BASE | {"model_type": "mistral", "head_dim": None, "sliding_window": 32},
-    "gemma 3": BASE
-    | {
-        "model_type": "gemma3_text",
-        "hidden_act": "gelu_pytorch_tanh",
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "cache_implementation": "hybrid",
-        "sliding_window": 32,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": None,
-    },
 }
 """The keys of files on the hub, with small sizes."""
 
@@ -448,14 +408,11 @@ def test_a_key_that_a_file_lacks_has_the_value_of_transformers(name: str, key: s
     """Of all that a file may lack, only these differ between the kinds of models."""
     facts = {each: value for each, value in PUBLISHED[name].items() if each != key}
     heads = {"num_attention_heads": 64, "hidden_size": 4096}
-    if name == "gemma 3":
-        facts["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     theirs = transformers.AutoConfig.for_model(**facts | heads)
     ours: Any = model_config(Path("DIR"), facts | heads)
-    rope = theirs.rope_parameters
     assert (ours.n_kv_head or 64) == (theirs.num_key_value_heads or 64)
     assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.window == theirs.sliding_window if hasattr(theirs, "sliding_window") else ours.window is None
     assert (ours.head_size or 64) == (getattr(theirs, "head_dim", None) or 64)
 

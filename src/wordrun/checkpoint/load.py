@@ -102,7 +102,9 @@ class Saved:
                 found = find(Path(there))
                 weights = mup.suited(found.weights(), found.config.model, self.config.model)
             else:
-                weights = pretrained.open_weights(huggingface_files.fetch(there), self.config.transformer, self.vocab_size)
+                weights = pretrained.open_weights(
+                    huggingface_files.fetch(there), self.config.transformer, self.vocab_size
+                )
             if lora.digest_like(base["digest"], weights, model) == base["digest"]:
                 return weights
         except UserError as error:

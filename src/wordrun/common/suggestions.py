@@ -72,11 +72,14 @@ GONE: dict[str, str] = {
     "plan.speeds": "wordrun study scaling measures the time of a step",
     "plan.bandwidth": "wordrun study scaling measures the time of a step",
     "backend.exchange_bits": "islands exchange fp32; for fewer bytes, raise backend.sync_every",
+    **dict.fromkeys(
+        ("model.gate", "model.post_norm", "model.embed_scale", "model.rope_local_theta"),
+        "model=hf model.path=FOLDER trains a Gemma 3",
+    ),
 }
 """Options that wordrun no longer has, and what to use instead.
 
-Checkpoints that have these options are read without them. So an option that changes what a model computes must not be
-here."""
+Checkpoints that have these options are read without them; one of a model only if its value changes nothing."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +30,12 @@ from wordrun.common.validation import too_large
 from wordrun.config import hydra_sources, project
 from wordrun.config.fallbacks import settled
 from wordrun.config.messages import INVALID_OVERRIDE, VALUE, diagnose, name_of, option_names, unknown_option
-from wordrun.config.registry import KINDS, Part, backends
+from wordrun.config.registry import backends
 from wordrun.config.rules import check
 from wordrun.config.schema import (
     OLDER,
     RENAMED,
     SECTIONS,
-    SEVERAL,
     Config,
     as_dict,
     parts_in,
@@ -396,5 +393,3 @@ def shown(overrides: Sequence[str], tree: Tree, package: str | None, *, resolve:
 def as_yaml(cfg: Config) -> str:
     """Return ``cfg`` as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(as_dict(cfg)))  # from the dataclass itself it takes twice as long
-
-

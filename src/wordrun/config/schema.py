@@ -173,9 +173,14 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
     return with_accumulation(cfg)
 
 
+def _is_gone(key: str, value: Any) -> bool:
+    """Return whether an option no longer exists, and had no effect with this ``value``."""
+    return key in GONE and (not key.startswith("model.") or value in (None, False, "silu"))
+
+
 def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
     values = {RENAMED.get(f"{prefix}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
-    values = {name: value for name, value in values.items() if f"{prefix}.{name}" not in GONE}
+    values = {name: value for name, value in values.items() if not _is_gone(f"{prefix}.{name}", value)}
     schema = values.pop("schema")
     known = schemas(section) if section in SECTIONS else {}
     if known and schema not in known:

@@ -17,7 +17,7 @@ from wordrun.launch.job import Job, hold_back, local_host
 from wordrun.launch.launchers import choose
 from wordrun.launch.launchers.base import Launcher, find_command, own_bin
 from wordrun.launch.limits import check_crowd
-from wordrun.launch.login_node import login_note, check_nodes
+from wordrun.launch.login_node import check_nodes, login_note
 from wordrun.launch.options import Options
 from wordrun.launch.rank_starter import RankStarter, starter_of
 from wordrun.launch.ranks import decide_ranks

@@ -15,18 +15,12 @@ from wordrun.model.kv_cache import KVCache
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream, optionally after another norm."""
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.norm_1, self.attention = norm_1, attention
         self.norm_2, self.mlp = norm_2, mlp
-        self.post_norm_1: nn.Module = nn.Identity()
-        self.post_norm_2: nn.Module = nn.Identity()
-
-    def add_post_norms(self, after_attention: nn.Module, after_mlp: nn.Module) -> None:
-        """Normalize what attention and MLP add to the residual stream."""
-        self.post_norm_1, self.post_norm_2 = after_attention, after_mlp
 
     def forward(self, x: Tensor, cache: KVCache | None = None, mask: Mask | None = None, **additions: Any) -> Tensor:
         """Return the residual stream after this block.
@@ -38,8 +32,8 @@ class Block(nn.Module):
             additions: further arguments of this block's attention, such as ``context``, the ranks that have the other
                 tokens of the sequences.
         """
-        x = x + self.post_norm_1(self.attention(self.norm_1(x), cache=cache, mask=mask, **additions))
-        return x + self.post_norm_2(self.mlp(self.norm_2(x)))  # type: ignore[no-any-return]
+        x = x + self.attention(self.norm_1(x), cache=cache, mask=mask, **additions)
+        return x + self.mlp(self.norm_2(x))  # type: ignore[no-any-return]
 
 
 class CausalAttention(nn.Module):

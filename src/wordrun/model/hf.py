@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.dist.collectives import all_mean
 from wordrun.model.base import LazyWeights
+from wordrun.model.huggingface_files import fetch, has_weights, open_files, read_config
 from wordrun.model.options import HFConfig
 from wordrun.model.output_layer import cross_entropy
 from wordrun.model.plain_module import PlainModel
-from wordrun.model.huggingface_files import fetch, has_weights, open_files, read_config
 
 OLDEST = 5
 """The first major version of transformers whose models initialize their buffers, and convert weights on their own."""

@@ -51,12 +51,6 @@ LLAMA_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.proj": "mlp.down_proj",
 }
-GEMMA_NAMES = {
-    **LLAMA_NAMES,
-    "post_norm_1": "post_attention_layernorm",
-    "norm_2": "pre_feedforward_layernorm",
-    "post_norm_2": "post_feedforward_layernorm",
-}
 QWEN3_MOE_NAMES = LLAMA_NAMES | {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": "mlp.experts.gate_proj",
@@ -192,19 +186,6 @@ def _describe_llama(cfg: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _describe_gemma(cfg: LlamaConfig) -> dict[str, Any]:
-    local = cfg.local_layers()
-    kinds = ["sliding_attention" if layer in local else "full_attention" for layer in range(cfg.n_layer)]
-    head_size = cfg.attention_width() // cfg.n_head
-    return {
-        **_describe_llama(cfg),
-        "layer_types": kinds,
-        "rope_local_base_freq": cfg.rope_local_theta or cfg.rope_theta,
-        "query_pre_attn_scalar": head_size,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-
-
 def _describe_mixtral(cfg: MoEConfig) -> dict[str, Any]:
     return {
         **_describe_llama(cfg),
@@ -270,8 +251,6 @@ class Architecture:
     """Returns the config.json entries for a model with these options."""
     transposed: bool = False
     """Whether transformers stores the matrices of the blocks transposed."""
-    norm_offset: float = 0.0
-    """What transformers adds to the weights of norms."""
 
 
 ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
@@ -280,15 +259,11 @@ ARCHITECTURES: dict[type[TransformerConfig], Architecture] = {
     MoEConfig: Architecture(MIXTRAL_NAMES, _describe_mixtral),
 }
 QWEN3_MOE = Architecture(QWEN3_MOE_NAMES, _describe_qwen3_moe)
-GEMMA = Architecture(GEMMA_NAMES, _describe_gemma, norm_offset=1.0)
-_GEMMA_PARTS = frozenset({"qk_norm", "gate", "post_norm", "embed_scale"})
 FAMILIES = {
     frozenset(): "llama",
     frozenset({"qk_norm"}): "qwen3",
     frozenset({"qkv_bias"}): "qwen2",
     frozenset({"window"}): "mistral",
-    _GEMMA_PARTS: "gemma3_text",
-    _GEMMA_PARTS | {"window"}: "gemma3_text",
 }
 """transformers' model types, each by the set of our options that distinguish it from LLaMA."""
 CLASSES = {
@@ -296,27 +271,20 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
 def family(cfg: LlamaConfig) -> str | None:
     """Return transformers' type of the model that ``cfg`` describes; None: it has none."""
     kind = FAMILIES.get(frozenset(_parts(cfg)))
-    unlike = (
-        # transformers' Qwen2 has no option for the size of a head.
-        (kind == "qwen2" and cfg.attention_width() != cfg.n_embd)
-        or (kind == "gemma3_text" and cfg.rope_factor != 1)
-        or (kind != "gemma3_text" and cfg.global_every)
-        or (kind != "gemma3_text" and cfg.rope_local_theta not in (None, cfg.rope_theta))
-    )
+    # transformers' Qwen2 has no option for the size of a head.
+    unlike = cfg.global_every or (kind == "qwen2" and cfg.attention_width() != cfg.n_embd)
     return None if unlike else kind
 
 
 def _parts(cfg: LlamaConfig) -> list[str]:
     """Return the names of the options with which ``cfg`` departs from LLaMA."""
-    names = ("qk_norm", "qkv_bias", "window", "post_norm", "embed_scale")
-    return [name for name in names if getattr(cfg, name)] + ["gate"] * (cfg.gate != "silu")
+    return [name for name in ("qk_norm", "qkv_bias", "window") if getattr(cfg, name)]
 
 
 def _require(cfg: TransformerConfig, options: Mapping[str, Any], problem: str, kind: str) -> None:
@@ -353,9 +321,6 @@ def architecture(cfg: TransformerConfig) -> Architecture:
             "qkv_bias": False,
             "n_shared": 0,
             "router": "softmax",
-            "gate": "silu",
-            "post_norm": False,
-            "embed_scale": False,
             **({"window": None} if cfg.qk_norm else {"normalize_weights": True}),
         }
         kind = "Qwen3-MoE" if cfg.qk_norm else "Mixtral"
@@ -363,15 +328,13 @@ def architecture(cfg: TransformerConfig) -> Architecture:
     if isinstance(cfg, LlamaConfig):
         found = family(cfg)
         if found is None:
-            names = [*_parts(cfg), "head_size", "rope_factor", "global_every", "rope_local_theta"]
+            names = [*_parts(cfg), "head_size", "global_every"]
             shown = " ".join(f"model.{name}={value_text(getattr(cfg, name))}" for name in names)
             raise UserError(
                 f"transformers has no architecture that combines {shown}: export it with form=checkpoint, or train "
                 f"with the options of one of {', '.join(CLASSES)}",
                 page="generate.md#export",
             )
-        if found == "gemma3_text":
-            return GEMMA
         if isinstance(cfg, MoEConfig) and cfg.qk_norm:
             return QWEN3_MOE
     return ARCHITECTURES[cfg_type]
@@ -393,8 +356,6 @@ def _to_theirs(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     GPT-2's matrices are transposed there, and all rows of q precede all rows of k and v; our rows are ordered by head.
     """
     tensor = _by_kind(name, tensor, cfg)
-    if (offset := architecture(cfg).norm_offset) and tensor.dim() == 1:
-        return tensor - offset
     return tensor.T.contiguous() if _is_transposed(name, tensor, cfg) else tensor
 
 
@@ -407,8 +368,6 @@ def _by_kind(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
 
 def to_ours(name: str, tensor: Tensor, cfg: TransformerConfig) -> Tensor:
     """Return their tensor for our parameter ``name`` in our layout, with at most ``cfg.block_size`` positions."""
-    if (offset := architecture(cfg).norm_offset) and tensor.dim() == 1:
-        return tensor.float() + offset  # 16 bits are enough for the difference from 1, but not for the sum
     if _is_transposed(name, tensor, cfg):
         tensor = tensor.T.contiguous()
     if ".qkv." in name:

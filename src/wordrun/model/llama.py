@@ -1,13 +1,11 @@
-"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, Mistral, Qwen2.5, Qwen3 (Yang et al. 2025) and Gemma 3.
+"""LLaMA (Touvron et al. 2023), Llama 2 and 3 after it, Mistral, Qwen2.5 and Qwen3 (Yang et al. 2025).
 
 Shapes: B sequences, T tokens, C = n_embd, N heads, M = n_kv_head, H = head_size or C / N, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,11 +22,6 @@ from wordrun.model.norms import RMSNorm
 from wordrun.model.options import LlamaConfig
 from wordrun.model.rotary import RotaryEmbedding
 from wordrun.model.transformer import Transformer
-
-GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
-)
-"""Activations by the names that model.gate takes."""
 
 
 def new_norm(cfg: LlamaConfig, size: int) -> RMSNorm:
@@ -58,9 +51,8 @@ class Attention(nn.Module):
         self.attend = CausalAttention(cfg.dropout, mup.attention_scale(cfg))
         self.drop = Dropout(cfg.dropout)
 
-    def limit(self, window: int, rope_theta: float) -> None:
-        """Attend to the last ``window`` tokens only, with another base of the rotary embedding."""
-        self.rotary = RotaryEmbedding(self.head_size, rope_theta, self.rotary.factor)
+    def limit(self, window: int) -> None:
+        """Attend to the last ``window`` tokens only."""
         self.attend = CausalAttention(self.attend.dropout, self.attend.scale, window)
 
     def forward(
@@ -90,7 +82,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Hidden units gated by SiLU or GELU of a second linear layer: SwiGLU or GeGLU (Shazeer 2020)."""
+    """Hidden units gated by SiLU of a second linear layer: SwiGLU (Shazeer 2020)."""
 
     def __init__(self, cfg: LlamaConfig) -> None:
         super().__init__()
@@ -98,11 +90,10 @@ class MLP(nn.Module):
         self.up = nn.Linear(cfg.n_embd, cfg.n_hidden, bias=False)
         self.proj = nn.Linear(cfg.n_hidden, cfg.n_embd, bias=False)
         self.drop = Dropout(cfg.dropout)
-        self.activation = GATES[cfg.gate]
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token independently; ``x`` and the result are (B, T, C)."""
-        return self.drop(self.proj(self.activation(self.gate(x)) * self.up(x)))  # type: ignore[no-any-return]
+        return self.drop(self.proj(F.silu(self.gate(x)) * self.up(x)))  # type: ignore[no-any-return]
 
 
 class Llama(Transformer):
@@ -120,11 +111,9 @@ class Llama(Transformer):
         super().__init__(cfg, vocab_size, layers, multiple)
         local = set(cfg.local_layers())
         for layer, block in self.blocks.items():
-            parts: Any = block
             if int(layer) in local:
-                parts.attention.limit(cfg.window, cfg.rope_local_theta or cfg.rope_theta)
-            if cfg.post_norm:
-                parts.add_post_norms(self.new_norm(), self.new_norm())
+                parts: Any = block
+                parts.attention.limit(cfg.window)
 
     @property
     def tied(self) -> bool:  # type: ignore[override]
@@ -138,14 +127,3 @@ class Llama(Transformer):
     def new_norm(self) -> nn.Module:
         """Return a norm of the residual stream."""
         return new_norm(self.cfg, self.cfg.n_embd)
-
-    def embed(
-        self,
-        tokens: Tensor,
-        cache: KVCache | None = None,
-        documents: Tensor | None = None,
-        context: Context | None = None,
-    ) -> Tensor:
-        """Return the embeddings of the tokens, (B, T, C)."""
-        x = self.tokens(tokens)
-        return self.drop(x * math.sqrt(self.cfg.n_embd) if self.cfg.embed_scale else x)  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from wordrun.model.context_parallel import Context
 from wordrun.model.dropout import Dropout
 from wordrun.model.expert_parallel import Exchange, rows_of_rank
 from wordrun.model.language_model import TokenBatch
-from wordrun.model.llama import GATES, MLP, Attention, Llama
+from wordrun.model.llama import MLP, Attention, Llama
 from wordrun.model.options import MoEConfig
 
 SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -173,7 +173,7 @@ class Experts(nn.Module):
 
     def __init__(self, cfg: MoEConfig) -> None:
         super().__init__()
-        self.n_hidden, self.n_embd, self.activation = cfg.n_hidden, cfg.n_embd, GATES[cfg.gate]
+        self.n_hidden, self.n_embd = cfg.n_hidden, cfg.n_embd
         self.gate = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
         self.up = nn.Linear(cfg.n_embd, cfg.n_experts * cfg.n_hidden, bias=False)
         self.proj = nn.Linear(cfg.n_hidden, cfg.n_experts * cfg.n_embd, bias=False)
@@ -196,7 +196,7 @@ class Experts(nn.Module):
         gate, up, proj = (rows_of_rank(layer.weight, ranks).to(dtype) for layer in layers)
         product = torch_private.grouped_product(x, self.n_hidden, dtype)
         x = x.to(dtype)
-        hidden = self.activation(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
+        hidden = F.silu(product(x, gate.view(-1, self.n_hidden, self.n_embd), counts))
         hidden = hidden * product(x, up.view(-1, self.n_hidden, self.n_embd), counts)
         return product(hidden, proj.view(-1, self.n_embd, self.n_hidden), counts)
 

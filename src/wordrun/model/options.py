@@ -217,7 +217,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass
 class LlamaConfig(TransformerConfig):
-    """A LLaMA-style transformer; its options make it Mistral, Qwen2.5, Qwen3 or Gemma 3 as well."""
+    """A LLaMA-style transformer; its options make it Mistral, Qwen2.5 or Qwen3 as well."""
 
     name: str = "llama_debug"
     """Name of the preset; part of the run directory."""
@@ -244,15 +244,7 @@ class LlamaConfig(TransformerConfig):
     """Sliding-window attention, as in Mistral: each token attends to this many tokens, up to and including itself;
     null: to all earlier tokens."""
     global_every: int = 0
-    """With window: every n-th block attends to all earlier tokens (Gemma 3: 6); 0: no block."""
-    rope_local_theta: float | None = None
-    """Base of the rotary position embedding in the blocks with a window; null: rope_theta."""
-    gate: str = "silu"
-    """Activation of the gate in the MLP: silu (SwiGLU), or gelu (GeGLU with the tanh approximation, as in Gemma)."""
-    post_norm: bool = False
-    """Also normalize what attention and MLP add to the residual stream, as Gemma 3 does."""
-    embed_scale: bool = False
-    """Multiply the token embedding by sqrt(n_embd), as Gemma does."""
+    """With window: every n-th block attends to all earlier tokens; 0: no block."""
 
     def hidden_at(self, width: int) -> int | None:
         """Return n_hidden for another n_embd, in proportion and divisible by 8."""
@@ -263,12 +255,8 @@ class LlamaConfig(TransformerConfig):
         yield from positive("model", self, "n_kv_head", "head_size", "n_hidden", "rope_factor", "window")
         yield from above_zero("model", self, "rope_theta", "norm_eps")
         yield from not_negative("model", self, "global_every")
-        yield from one_of("model.gate", self.gate, ["silu", "gelu"])
-        if self.rope_local_theta is not None:
-            yield from above_zero("model", self, "rope_local_theta")
-        for name in ("global_every", "rope_local_theta"):
-            if self.window is None and getattr(self, name):
-                yield f"model.{name}={getattr(self, name)} is for blocks with a window: set model.window, or omit this"
+        if self.window is None and self.global_every:
+            yield f"model.global_every={self.global_every} is for blocks with a window: set model.window, or omit this"
         if self.n_head < 1:
             return
         if self.n_kv_head is not None and self.n_kv_head > 0 and self.n_head % self.n_kv_head:
@@ -434,8 +422,6 @@ class ModernConfig(LlamaConfig):
         if min(self.ngram_rows, default=1) < 1:
             yield f"model.ngram_rows={self.ngram_rows} should be numbers of at least 1"
         yield from one_of("model.mlp", self.mlp, ["relu2", "gelu", "swiglu"])
-        if self.embed_scale:
-            yield "model.embed_scale=true is for model=llama: here model.embed_norm=true sets the embedding's scale"
         for layer in self.value_layers:
             if not -self.n_layer <= layer < self.n_layer:
                 where = f"model.value_layers={self.value_layers} has {layer}"

@@ -1,27 +1,25 @@
-"""Reads the weights of transformers' models into wordrun's own, one tensor at a time: no process has to hold the full model."""
+"""Reads the weights of transformers' models into wordrun's own, one tensor at a time: nothing holds all of them."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from wordrun.common.errors import ConfigError, UserError, first_line, unpickling_problem
+from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.section import value_text
 from wordrun.model import huggingface_experts, mup
 from wordrun.model.base import LazyWeights
-from wordrun.model.huggingface_files import open_files, read_config
 from wordrun.model.huggingface import NO_WEIGHTS, STRETCH, architecture, match, to_ours
+from wordrun.model.huggingface_files import open_files, read_config
 from wordrun.model.options import GPTConfig, LlamaConfig, MoEConfig, TransformerConfig
 
 KINDS = {
@@ -32,7 +30,6 @@ KINDS = {
     "qwen3_moe": (MoEConfig, "Qwen3-MoE", "qwen3_30b_a3b"),
     "mixtral": (MoEConfig, "Mixtral", "mixtral_8x7b"),
     "mistral": (LlamaConfig, "Mistral", "mistral_7b"),
-    "gemma3_text": (LlamaConfig, "Gemma 3", "gemma3_1b"),
 }
 """transformers' model types mapped to our options class, a display name and a preset."""
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -41,7 +38,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4},
-    "gemma3_text": {"num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096},
 }
 """What transformers assumes for keys that a config.json lacks, where the kinds of models differ."""
 NO_EFFECT = re.compile(
@@ -81,6 +77,8 @@ FREE = (
     "balance_loss",
 )
 """Options of a model that do not depend on its weights."""
+
+
 def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = None) -> Mapping[str, Tensor]:
     """Return the weights in ``folder`` by the names of our model's ``state_dict``, each read when it is accessed.
 
@@ -171,13 +169,14 @@ def model_config(folder: Path, facts: Mapping[str, Any]) -> TransformerConfig:
     if kind not in KINDS:
         known = ", ".join(f"{key} ({name})" for key, (_, name, _) in KINDS.items())
         raise ConfigError(
-            f"{folder} holds weights of a model of type {kind}; wordrun supports {known}",
+            f"{folder} holds weights of a model of type {kind}; wordrun's own models are {known}: for any other, use "
+            f"model=hf model.path={folder}",
             page="generate.md#start-from-existing-weights",
         )
     content = Facts({**DEFAULTS.get(kind, {}), **facts})
     file = folder / "config.json"
     try:
-        cfg, only = {"gpt2": _gpt2, "gemma3_text": _gemma}.get(kind, _llama)(content)
+        cfg, only = (_gpt2 if kind == "gpt2" else _llama)(content)
     except KeyError as error:
         raise ConfigError(f"{file} lacks the required key {error}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -288,59 +287,6 @@ def _llama(facts: Facts) -> tuple[TransformerConfig, dict[str, Any]]:
         only["layer_types"] = "the same for all layers"
     if model == "qwen3_moe":
         facts.get("intermediate_size")  # of layers without experts
-    return cfg, only
-
-
-def _gemma(facts: Facts) -> tuple[TransformerConfig, dict[str, Any]]:
-    """Return our options for a Gemma 3's config.json, and the values that its other keys must have if present."""
-    # Bases and scaling have keys of their own before transformers 5.
-    ropes = facts.get("rope_parameters") or {"full_attention": facts.get("rope_scaling") or {}}
-    theta, factor, unknown = _rope({"rope_theta": facts.get("rope_theta", 1e6), **ropes.get("full_attention", {})})
-    local, local_factor, local_unknown = _rope(
-        {"rope_theta": facts.get("rope_local_base_freq", 1e4), **ropes.get("sliding_attention", {})}
-    )
-    kinds = facts.get("layer_types") or []
-    every = facts.get("sliding_window_pattern") or facts.get("_sliding_window_pattern", 6)
-    facts.seen.add("_sliding_window_pattern")
-    if kinds:
-        every = [*kinds, "full_attention"].index("full_attention") + 1
-    layers, window = facts["num_hidden_layers"], facts.get("sliding_window")
-    window = None if every == 1 else window
-    head_size = facts.get("head_dim", 256)
-    cfg = LlamaConfig(
-        n_layer=layers,
-        n_head=facts["num_attention_heads"],
-        n_kv_head=facts["num_key_value_heads"],
-        head_size=head_size,
-        n_embd=facts["hidden_size"],
-        n_hidden=facts["intermediate_size"],
-        qk_norm=True,
-        vocab_size=facts["vocab_size"],
-        block_size=facts.get("max_position_embeddings", 131072),
-        rope_theta=theta,
-        window=window,
-        global_every=every if window and every <= layers else 0,
-        rope_local_theta=local if window else None,
-        gate="gelu",
-        norm_eps=facts.get("rms_norm_eps", 1e-6),
-        tie=facts.get("tie_word_embeddings", True),
-        post_norm=True,
-        embed_scale=True,
-    )
-    only: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "query_pre_attn_scalar": head_size,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-        "use_bidirectional_attention": False,
-    }
-    pattern = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
-    if kinds not in ([], pattern):
-        only["layer_types"] = "sliding_attention with full_attention in every n-th layer"
-    if unknown or local_unknown or factor != 1 or local_factor != 1:
-        only["rope_parameters" if "rope_parameters" in facts else "rope_scaling"] = {"rope_type": "default"}
     return cfg, only
 
 

@@ -23,14 +23,8 @@ def plan(block: nn.Module, first_layers: Iterable[str]) -> dict[str, Any]:
 
     gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     by_head = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
-    by_token = tp.SequenceParallel(use_local_output=True)
-    optional = {
-        "attention.q_norm": by_head,
-        "attention.k_norm": by_head,
-        "post_norm_1": by_token,
-        "post_norm_2": by_token,
-    }
-    weighted = {name for name, module in block.named_modules() if any(True for _ in module.parameters())}
+    heads = ("attention.q_norm", "attention.k_norm")
+    normed = [name for name, module in block.named_modules() if name in heads and [*module.parameters()]]
     return {
         "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.norm_1": tp.SequenceParallel(),
@@ -40,7 +34,7 @@ def plan(block: nn.Module, first_layers: Iterable[str]) -> dict[str, Any]:
         "blocks.*.mlp": gathered,
         "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
         **{f"blocks.*.{name}": tp.ColwiseParallel() for name in first_layers},
-        **{f"blocks.*.{name}": style for name, style in optional.items() if name in weighted},
+        **{f"blocks.*.{name}": by_head for name in normed},
         "norm": tp.SequenceParallel(),
         "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }

@@ -94,8 +94,6 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
     mlp = _two_layers(cfg) if isinstance(cfg, ModernConfig) and cfg.mlp != "swiglu" else gated
     if isinstance(cfg, MoEConfig):
         mlp = _experts(cfg)
-    # The result that is added to the residual stream is saved only if a norm needs it for its backward pass.
-    added = [SavedTensor(C, matmul=True, needed=cfg.post_norm), *(norm * cfg.post_norm)]
     windows = [SavedTensor(width)] if min(cfg.attention_spans()) < cfg.block_size else []
     return [
         *norm,
@@ -106,11 +104,11 @@ def _llama(cfg: LlamaConfig, *, on_cpu: bool, bf16: bool) -> list[SavedTensor]:
         SavedTensor(shared, matmul=True),  # v
         SavedTensor(width, matmul=True),  # attention output, for its projection
         *windows,  # outputs of the windows, before they are joined
-        *added,  # the projection
+        SavedTensor(C, matmul=True, needed=False),  # the projection
         SavedTensor(C, dtype="stream"),  # residual stream between attention and MLP, for the norm
         *norm,
         *mlp,
-        *added,  # the projection
+        SavedTensor(C, matmul=True, needed=False),  # the projection
         *_attention(cfg, on_cpu=on_cpu, bf16=bf16),
     ]
 

@@ -174,7 +174,7 @@ def _llama(cfg: LlamaConfig, V: int) -> ModelShapes:
     if isinstance(cfg, MoEConfig):
         mlp = _experts(cfg)
     head = [_head(V, C)]
-    block = [*norm, *attention, *norm, *mlp, *(norm * 2 if cfg.post_norm else [])]
+    block = [*norm, *attention, *norm, *mlp]
     return ModelShapes(cfg, V, [ParameterShape((V, C), 0)], block, [*norm, *head], tied=head if cfg.tie else [])
 
 

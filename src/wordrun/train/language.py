@@ -19,7 +19,7 @@ from wordrun.backend.base import Backend
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError
 from wordrun.common.log import LOGGER
-from wordrun.config.registry import part_of, check_has_huggingface_format
+from wordrun.config.registry import check_has_huggingface_format, part_of
 from wordrun.config.rules import vocab_multiple
 from wordrun.config.schema import Config
 from wordrun.data.batch import Batch
