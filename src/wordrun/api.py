@@ -19,26 +19,30 @@ def load(
     checkpoint: str | int = "latest",
     *,
     weights: str = "model",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
 ) -> Model:
     """Return the trained model of a run, an ``nn.Module`` in evaluation mode and fp32, whatever ranks saved it.
 
     ``model.cfg`` has the options of wordrun's own models. Parts of a project are found as in a run: call this in its
-    folder, or register them before.
+    folder, or register them before. The constructor of a model may call this, for a teacher or a reference.
 
     Args:
         run: a run directory, or a checkpoint in one.
         checkpoint: latest, best, or a number of steps.
         weights: model, or ema for the averaged weights of a run with hooks=[ema].
-        device: device of the model.
+        device: device of the model; None: torch's default device, which is the CPU, and in a constructor called by
+            wordrun the one on which it builds the model.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
         ConfigError: it has no such weights.
     """
-    saved = find(Path(run), str(checkpoint))
+    default = torch.get_default_device()
+    # In a constructor on the meta device, no values are read yet.
+    where = default if device is None or default.type == "meta" else torch.device(device)
+    saved = find(Path(run), str(checkpoint), check=where.type != "meta")
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
-        return saved.load_model(torch.device(device), torch.float32, weights)
+        return saved.load_model(where, torch.float32, weights)
 
 
 def load_tokenizer(run: str | Path = "outputs/latest", checkpoint: str | int = "latest") -> Tokenizer:

@@ -30,6 +30,9 @@ MOST = {
     "rmsprop": 20,
     "stairs": 12,
     "sure": 10,
+    "r2": 10,
+    "table": 55,
+    "student": 30,
     "csv_file": 20,
     "target": 15,
     "durations": 20,
@@ -48,8 +51,12 @@ MLP = shlex.split("""
     train.global_batch_size=16 optimizer.learning_rate=1e-2
 """)
 BIGRAM = ["model=bigram", "data=sums", "tokenizer=words", "train.sample_tokens=4", *MLP[2:]]
+TABLE = ["data=table", "data.path=houses.csv", "data.target=price", "model=regression", "metrics=[r2]", *MLP[3:]]
+TABLE += ["train.eval_iters=null", "model.batch_size=4"]
+STUDENT = ["model=student", "model.teacher=mlp-ddp", "data=digits", *MLP[3:], "model.batch_size=8"]
 SCRIPT = """
 import json, sys
+from pathlib import Path
 import wordrun
 from wordrun import dist
 
@@ -57,6 +64,11 @@ with dist.session() as world:
     for words in json.loads(sys.argv[1]):
         with wordrun.Trainer(wordrun.compose(words), world) as trainer:
             print(trainer.train().steps)
+        if "metrics=[r2]" in words and world.rank == 0:  # without ranks and batches
+            x, y = trainer.task.data.val.tensors
+            error = y.double() - wordrun.load(trainer.run.path)(x).detach().double()
+            r2 = 1 - error.square().sum() / (y.double() - y.double().mean()).square().sum()
+            Path(trainer.run.path, "r2").write_text(f"{len(y)} {r2.item()}")
 """
 
 
@@ -86,8 +98,15 @@ def test_the_pages_parts_train_and_resume(ranks: Command, command: Command, page
         ["train.backend=DDP", "model.batch_size=8", "hydra.run.dir=mlp-ddp"],
         ["train.backend=TP", "model.batch_size=16", "hydra.run.dir=mlp-tp"],
     )
+    templates = [
+        [*each, f"train.backend={backend}", f"hydra.run.dir={name}-{backend.lower()}"]
+        for name, each in (("table", TABLE), ("student", STUDENT))
+        for backend in ("DDP", "FSDP")
+    ]
+    rows = [f"{n},{n * 7 % 31},{5000 + 3 * n - 2 * (n * 7 % 31)}" for n in range(270)]
+    (page / "houses.csv").write_text("\n".join(["size,age,price", *rows, "3,,9000", "x,4,9000"]) + "\n")
     plain_text = ["model.batch_size=8", "train.backend=FSDP", "hydra.run.dir=bigram"]
-    words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided), [*BIGRAM, *plain_text]]
+    words = [*([*SMALL, *run] for run in runs), *([*MLP, *run] for run in divided), [*BIGRAM, *plain_text], *templates]
     for tokenizer in SMALL[2], BIGRAM[2]:  # with processes of its own, which forked ranks must not have
         prepared = command("wordrun", "prepare", "data=sums", tokenizer)
         assert prepared.returncode == 0, prepared.stderr
@@ -112,6 +131,13 @@ def test_the_pages_parts_train_and_resume(ranks: Command, command: Command, page
     assert figures(page / "mlp-tp") == pytest.approx(figures(page / "mlp-ddp"), rel=1e-5)
     assert len(figures(page / "mlp-tp")) == 10
     assert len(figures(page / "bigram")) == 10
+    for name in ("table", "student"):
+        assert figures(page / f"{name}-fsdp") == pytest.approx(figures(page / f"{name}-ddp"), rel=1e-5), name
+    for backend in ("ddp", "fsdp"):
+        count, r2 = (page / f"table-{backend}" / "r2").read_text().split()
+        assert count == "27"  # not a multiple of two ranks' batches
+        assert lines_of(page / f"table-{backend}")[-1]["val_r2"] == pytest.approx(float(r2), abs=1e-6)
+    assert "270 of 272 rows of houses.csv" in (page / "table-ddp" / "log.txt").read_text()
     assert (page / "bigram" / "samples.txt").exists()
     assert "using prepared data in " in (page / "bigram" / "log.txt").read_text()
     saved = json.loads((page / "bigram" / "checkpoints" / "step-00000004" / "tokenizer.json").read_text())
@@ -147,6 +173,10 @@ def test_the_command_line_knows_them(command: Command, page: Path) -> None:
         "rmsprop",
         "stairs",
         "sure",
+        "table",
+        "regression",
+        "student",
+        "r2",
         "durations",
         "csv",
         "target",

@@ -25,6 +25,8 @@ wordrun.register("model", "spare", "net:SpareConfig", "net:Spare")
 wordrun.register("model", "writer", "net:WriterConfig", "net:Writer")
 wordrun.register("model", "direct", "net:DirectConfig", "net:Direct")
 wordrun.register("model", "picture_net", "pictures:PictureNetConfig", "net:Net")
+wordrun.register("model", "foreign", "foreign:ForeignConfig", "foreign:Foreign")
+wordrun.register("model", "own", "foreign:OwnConfig", "foreign:Own")
 wordrun.register("data", "pictures", "pictures:PicturesConfig", "wordrun.data.images:digits")
 """
 NET = '''
@@ -174,12 +176,73 @@ class PicturesConfig(ImagesConfig):
     name: str = "pictures"
     task: ClassVar[str] = "pictures:PicturesTask"
 """
+# A network whose blocks have another name, beside a trained one, which is called before it and outside of forward.
+FOREIGN = '''
+from dataclasses import dataclass
+import torch
+import torch.nn.functional as F
+from torch import nn
+import wordrun
+from wordrun.model import Model
+from net import Net, NetConfig
+
+
+class Library(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+        self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.scale * F.silu(layer(x))
+        return x
+
+
+@dataclass
+class ForeignConfig(NetConfig):
+    """A network that learns from another one."""
+
+    name: str = "foreign"
+
+
+class Foreign(nn.Module):
+    blocks_at = "model.layers"
+
+    def __init__(self, cfg, shape, classes):
+        super().__init__()
+        self.model = Library()
+        self.head = nn.Linear(64, classes)
+        self.teacher = wordrun.load("one").requires_grad_(False)
+
+    def forward(self, images):
+        return self.head(self.model(images.flatten(1)))
+
+    def losses(self, batch):
+        assert not self.teacher.training
+        wanted = self.teacher(batch.inputs).float().softmax(1)
+        logits = self(batch.inputs).float()
+        return sum(F.cross_entropy(logits, target, reduction="none") for target in (batch.targets, wanted))
+
+
+@dataclass
+class OwnConfig(NetConfig):
+    """The same, initialized by wordrun."""
+
+    name: str = "own"
+
+
+class Own(Foreign, Model):
+    pass
+'''
 SMALL = shlex.split("""
     model=net data=digits tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=16
     train.max_iters=4 train.log_interval=1 train.eval_interval=2 train.eval_iters=2
     optimizer.warmup_iters=1 optimizer.learning_rate=1e-2
 """)
 TEXT = ["model=writer", "data=sample", "train.sample_tokens=8", *SMALL[2:]]
+FOREIGN_RUN = ["model=foreign", *SMALL[1:], "train.checkpoint_interval=2"]
+OWN_RUN = ["model=own", *FOREIGN_RUN[1:]]
 # In some micro-steps of two images, a rank does not use all layers.
 SPARE = ["model=spare", *SMALL[1:]]
 SCRIPT = """
@@ -191,6 +254,10 @@ with dist.session() as world:
     for words in json.loads(sys.argv[1]):
         with wordrun.Trainer(wordrun.compose(words, ranks=world.size), world) as trainer:
             trainer.train()
+            model = trainer.backend.parts[0]
+            if "model.layers" in getattr(model, "blocks_at", "") and words[-2] == "train.backend=FSDP":
+                units = [*model.model.layers, *model.teacher.blocks, model.teacher]
+                assert all(type(unit).__name__.startswith("FSDP") for unit in units)
             assert str(trainer.result.loss.dtype) == "torch.float32" or "pictures-zero1" in words[-1], words
 """
 
@@ -201,6 +268,7 @@ def _project(tmp_path: Path) -> None:
         "parts.py": PARTS,
         "net.py": NET,
         "pictures.py": PICTURES,
+        "foreign.py": FOREIGN,
         "wordrun.yaml": "module: parts\n",
         "script.py": SCRIPT,
     }.items():
@@ -216,12 +284,25 @@ ONE = {
     "one": [*SMALL, "model.batch_size=16"],
     "spare-one": [*SPARE, "model.batch_size=16"],
     "text-one": [*TEXT, "model.batch_size=16"],
+    "foreign-one": [*FOREIGN_RUN, "model.batch_size=16"],
+    "own-one": [*OWN_RUN, "model.batch_size=16"],
 }
 TWO = {
     "ddp": [*SMALL, "train.backend=DDP", "model.batch_size=4", "train.checkpoint_interval=2"],
     "fsdp": [*SMALL, "train.backend=FSDP", "model.batch_size=8"],
     "again": [*SMALL, "train.backend=FSDP", "model.batch_size=8", "train.resume=ddp/checkpoints/step-00000002"],
     "spare-ddp": [*SPARE, "train.backend=DDP", "model.batch_size=2", "backend.find_unused_parameters=true"],
+    "foreign-ddp": [*FOREIGN_RUN, "model.batch_size=4", "train.backend=DDP"],
+    "foreign-fsdp": [*FOREIGN_RUN, "model.batch_size=8", "train.backend=FSDP"],
+    "foreign-again": [
+        *FOREIGN_RUN,
+        *("model.batch_size=8", "train.resume=foreign-ddp/checkpoints/step-00000002", "train.backend=FSDP"),
+    ],
+    "own-fsdp": [*OWN_RUN, "model.batch_size=8", "train.backend=FSDP"],
+    "own-again": [
+        *OWN_RUN,
+        *("model.batch_size=4", "train.resume=own-fsdp/checkpoints/step-00000002", "train.backend=DDP"),
+    ],
     "text-ddp": [*TEXT, "train.backend=DDP", "model.batch_size=4"],
     "text-fsdp": [*TEXT, "train.backend=FSDP", "model.batch_size=8"],
     "text-fsdp-bf16": [*TEXT, "train.backend=FSDP", "model.batch_size=8", "train.dtype=bf16"],
@@ -230,6 +311,7 @@ TWO = {
 if importlib.util.find_spec("deepspeed"):
     ZERO = ["train.backend=deepspeed", "model.batch_size=8"]
     TWO |= {f"zero{stage}": [*SMALL, *ZERO, f"backend.stage={stage}"] for stage in (1, 3)}
+    TWO["foreign-zero3"] = [*FOREIGN_RUN, *ZERO, "backend.stage=3"]
     TWO["text-zero3"] = [*TEXT, *ZERO, "backend.stage=3"]
     TWO["pictures-zero1"] = ["model=picture_net", "data=pictures", *SMALL[2:], *ZERO, "train.dtype=bf16"]
 
@@ -241,11 +323,15 @@ def test_ranks_train_it_like_one_process_and_generate_the_same(ranks: Command) -
         assert done.returncode == 0, done.stdout + done.stderr
     assert len(figures("one")) == 12
     assert figures("spare-one") != figures("one")
+    for name in ("foreign-ddp", "foreign-fsdp", "own-one"):
+        stored = Path(name, "checkpoints/step-00000004/tensors.json").read_text()
+        assert "model.head.weight" in stored
+        assert "teacher" not in stored
     for name in TWO:
         if name.startswith("direct"):
             continue
         near = 0.05 if "bf16" in TWO[name][-1] else 1e-5
-        one = next((f"{kind}-one" for kind in ("text", "spare") if name.startswith(kind)), "one")
+        one = next((f"{kind}-one" for kind in ("text", "spare", "foreign", "own") if name.startswith(kind)), "one")
         assert figures(name) == pytest.approx(figures(one), rel=near), name
         if one == "text-one" and near < 0.01:
             assert Path(name, "samples.txt").read_text() == Path("text-one/samples.txt").read_text()

@@ -307,3 +307,17 @@ def test_a_named_pipe_in_place_of_a_single_file_is_refused() -> None:
         HFTokenizer.build(HFTokenizerConfig(path="pipe"))
     with pytest.raises(ConfigError, match=why):
         locate(TextConfig("shakespeare", kind="download", path="pipe", url="https://example.org/a", sha256="0"))
+
+
+def test_a_folder_that_datasets_reads_is_read_or_named(tmp_path: Path) -> None:
+    """``datasets`` takes the most frequent type of file, and drops the others without a word."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "set"
+    for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl", "train.csv", "notes.xyz", "README.md", ".git/head"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "one two"}\n' if name.endswith("jsonl") else "text\none\n")
+    source = locate(TextConfig("mine", "hf", dataset=str(folder)))
+    assert [document.text for item in source.items() for document in source.documents(item)] == ["one two"] * 2
+    assert source.files_read() == "2 files (2 jsonl) of the split train, and not the files of the splits test (1)"
+    reason = "(datasets reads the json files of this folder)"
+    assert source.left_out() == [f"{folder}/notes.xyz {reason}", f"{folder}/train.csv {reason}"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,12 +26,15 @@ from wordrun.config.registry import Part, parts
 from wordrun.config.rules import check
 from wordrun.config.schema import Config
 from wordrun.data import images
-from wordrun.data.examples import ExampleOrder, Reader, Splits, ValidationExamples
+from wordrun.data.examples import ExampleOrder, Reader, Splits, ValidationExamples, preserved
 from wordrun.data.options import DataConfig
 from wordrun.data.prepare import vision
+from wordrun.data.validation_set import dealt
 from wordrun.model.base import Model
+from wordrun.model.draws import draw, for_examples
 from wordrun.model.options import ConvNetConfig, ModelConfig
 from wordrun.train.hooks.options import EarlyStopConfig
+from wordrun.train.metrics import MetricOfSums
 from wordrun.train.options import MetricConfig
 
 SMALL = tuple(
@@ -336,6 +339,143 @@ def test_a_metric_that_is_not_finite_is_reported_and_recorded(own: Config, monke
     own.model.batch_size, own.run_dir = 24, "second"  # 64 examples, and padding
     with wordrun.Trainer(own) as trainer:
         assert trainer.measure()["val_absolute_error"] == np.inf
+
+
+class R2(MetricOfSums):
+    """With the targets far from 0, where sums in fp32 would have no correct digit."""
+
+    far = 1000.0
+
+    def sums(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        y, error = batch.targets.double() + self.far, (batch.targets - outputs).double()
+        return torch.stack([torch.ones_like(y), y, y.square(), error.square()], 1)
+
+    def compute(self, sums: torch.Tensor) -> torch.Tensor:
+        self.count = sums[0].item()
+        return 1 - sums[3] / (sums[2] - sums[1].square() / sums[0])
+
+
+class F1(MetricOfSums):
+    """Of points above 1."""
+
+    def sums(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        found, true = outputs > 1, batch.targets > 1
+        return torch.stack([found & true, found & ~true, ~found & true], 1)
+
+    def compute(self, sums: torch.Tensor) -> float:
+        right, *wrong = sums.tolist()
+        return 2 * right / (2 * right + sum(wrong))
+
+
+@pytest.fixture
+def of_sums(own: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
+    for name, make in (("r2", R2), ("f1", F1)):
+        monkeypatch.setitem(parts("metrics"), name, Part(MetricConfig, make, "metrics", name, "mine"))
+        own.metrics[name] = MetricConfig()
+    own.train.max_iters, own.train.eval_iters = 30, None
+    return own
+
+
+@pytest.mark.parametrize("size", [16, 24])
+def test_metrics_of_sums_are_those_of_all_examples(of_sums: Config, size: int) -> None:
+    of_sums.model.batch_size = size  # 64 examples; of 24, the last batch has padding
+    with wordrun.Trainer(of_sums) as trainer:
+        trainer.train()
+        found = trainer.measure()
+        assert trainer.evaluation.of_sums["r2"].count == 64  # type: ignore[attr-defined]
+        x, y = (each.double() for each in trainer.task.data.val.tensors)  # type: ignore[attr-defined]
+        predicted = trainer.backend.parts[0](x.float()).double()
+    r2 = 1 - (y - predicted).square().sum() / (y - y.mean()).square().sum()
+    right, marked, true = ((predicted > 1) & (y > 1)).sum(), (predicted > 1).sum(), (y > 1).sum()
+    assert found["val_r2"] == pytest.approx(r2.item(), abs=1e-7)
+    assert found["val_f1"] == pytest.approx(2 * right.item() / (marked + true).item(), abs=1e-12)
+    assert 0.5 < found["val_r2"] < 1
+    assert {"val_r2", "val_f1"} < lines()[-1].keys()
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "says"),
+    [
+        (
+            "sums",
+            lambda *_: torch.zeros(16),
+            r"f1 \(mine\): sums should return .* \[16, number of sums\], not",
+        ),
+        ("sums", lambda *_: torch.zeros(15, 3), r"sums should return .*, not a tensor of shape \[15, 3\]"),
+        ("sums", lambda *_: 1.0, "sums should return .*, not float"),
+        ("compute", lambda *_: torch.zeros(2), r"f1 \(mine\): compute should return a number, not .* shape \[2\]"),
+        ("compute", lambda *_: None, "compute should return a number, not NoneType"),
+        ("compute", lambda *_: {}["x"], r"metrics=f1 \(mine\): F1 failed: KeyError: 'x'"),
+    ],
+)
+def test_a_metric_of_sums_that_is_wrong_is_named(
+    of_sums: Config, monkeypatch: pytest.MonkeyPatch, method: str, change: Any, says: str
+) -> None:
+    monkeypatch.setattr(F1, method, change)
+    del of_sums.metrics["r2"]
+    with wordrun.Trainer(of_sums) as trainer, pytest.raises(UserError, match=says):
+        trainer.train()
+    assert not Path("run/metrics.jsonl").read_text()
+
+
+def test_a_metric_of_sums_may_be_undefined(of_sums: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F1, "compute", lambda *_: 1 / 0)
+    with wordrun.Trainer(of_sums) as trainer:
+        assert np.isnan(trainer.measure()["val_f1"])
+
+
+class Noisy(Line):
+    """Draws twice for each example, and once without regard to them."""
+
+    drawn: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def losses(self, batch: Any, forward: Any = None) -> torch.Tensor:
+        noise = torch.stack([draw(batch.targets), draw(batch.targets, torch.rand)], 1)
+        self.drawn.append((batch.inputs, noise))
+        torch.rand(1)
+        return super().losses(batch) + noise.sum(1)
+
+
+def test_an_example_gets_the_same_random_numbers_in_each_evaluation(
+    own: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(parts("model"), "line", Part(LineConfig, Noisy, "model", "line"))
+    own.train.max_iters, own.train.eval_iters, own.train.eval_interval = 2, None, 0
+    found = []
+    for size in (16, 24):
+        own.model.batch_size, own.run_dir = size, f"run-{size}"
+        with wordrun.Trainer(own) as trainer:
+            with preserved():
+                torch.manual_seed(size)
+                before = torch.get_rng_state()
+                Noisy.drawn.clear()
+                first = trainer.evaluate()
+                assert trainer.evaluate() == first
+                assert torch.equal(torch.get_rng_state(), before)
+            inputs, noise = (torch.cat(each) for each in zip(*Noisy.drawn, strict=True))
+            found.append({x.item(): row.tolist() for x, row in zip(inputs, noise, strict=True)})
+            Noisy.drawn.clear()
+            trainer.train()
+            (_, once), (_, again) = Noisy.drawn
+            assert not torch.equal(once, again)
+    assert len(found[0]) == len({row[0] for row in found[0].values()}) == 64
+    last = max(found[0])  # its row is also padding
+    assert {x: row for x, row in found[0].items() if x < last} == {x: row for x, row in found[1].items() if x < last}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_draw_the_same_for_an_example(size: int) -> None:
+    def drawn(rank: int, batch: int, rows: int) -> dict[int, float]:
+        numbers = dealt(batch, rows, rank, size)
+        with for_examples(numbers):
+            return dict(zip(numbers, draw(torch.empty(rows, 2)).sum(1).tolist(), strict=True))
+
+    with for_examples(range(12)):
+        whole = dict(enumerate(draw(torch.empty(12, 2)).sum(1).tolist()))
+        with pytest.raises(UserError, match=r"a row for each of the 12 examples .*, not the shape \[11\]"):
+            draw(torch.empty(11))
+    ranks = [drawn(rank, batch, 2) for rank in range(size) for batch in range(12 // size // 2)]
+    assert {number: value for each in ranks for number, value in each.items()} == whole
 
 
 def test_a_label_out_of_range_is_refused() -> None:

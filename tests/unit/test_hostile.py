@@ -216,7 +216,7 @@ def test_damage_is_one_message(
             with contextlib.suppress(ValueError, AttributeError):
                 changed = json.loads(content)
                 changed.pop("crc32", None)
-                (folder / name).write_text(json.dumps({**changed, "crc32": folders._crc(changed)}))
+                (folder / name).write_text(json.dumps({**changed, "crc32": folders.checksum(changed)}))
         elif forged:
             facts = manifest["files"] | folders.describe(folder, [name])
             folders.write_manifest(folder, {**{k: v for k, v in manifest.items() if k != "crc32"}, "files": facts})

@@ -126,6 +126,120 @@ def test_blocks_that_share_a_parameter_cannot_be_sharded_one_by_one(own: Any) ->
         check_shared(model)
 
 
+class Inside(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.25))
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
+
+
+class Foreign(nn.Module):
+    """A module of another library, whose blocks are ``model.layers``."""
+
+    blocks_at: Any = "model.layers"
+
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__()
+        self.model = Inside(8)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.model.first(images.flatten(1)) * self.model.scale
+        for layer in self.model.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self(batch.inputs), batch.targets, reduction="none")
+
+
+class AsProperty(Foreign):
+    blocks_at = "blocks"
+    blocks = property(lambda self: self.model.layers)
+
+
+class NameAsProperty(Foreign):
+    blocks_at = property(lambda self: "model.layers")
+
+
+class TwoNames(Foreign):
+    blocks_at = "blocks"
+
+    def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+        super().__init__(cfg, shape, classes)
+        self.blocks = self.model.layers
+
+
+class Derived(Foreign, Model):
+    """Initialized by wordrun."""
+
+
+class Nowhere(Foreign):
+    blocks_at = "model.layer"
+
+
+class NoContainer(Foreign):
+    blocks_at = "model.first"
+
+
+@pytest.mark.parametrize("make", [Foreign, AsProperty, NameAsProperty, TwoNames, Derived])
+def test_blocks_may_have_another_name(own: Any, make: Any) -> None:
+    cfg = own(make)
+    model = new_model(cfg.model, shape=(1, 8, 8), classes=10)
+    assert list(model.named_blocks()) == ["model.layers.0", "model.layers.1"]
+    check_shared(model)
+    assert [*model.matrices()] == ["model.layers.0.weight", "model.layers.1.weight"]
+    assert [model.block_of(name) for name in ("model.layers.1.bias", "model.scale")] == ["model.layers.1", ""]
+    lines = trained(cfg)
+    assert lines[-1]["val_loss"] < lines[0]["loss"]
+    assert wordrun.load("run").state_dict().keys() == make(cfg.model, (1, 8, 8), 10).state_dict().keys()
+
+
+@pytest.mark.parametrize("make", [Nowhere, NoContainer])
+def test_blocks_that_are_nowhere_are_named(own: Any, make: Any) -> None:
+    message = rf"{make.__name__}.blocks_at='{make.blocks_at}' should name an nn.ModuleList.*\(model.layers\)"
+    with pytest.raises(ConfigError, match=message):
+        new_model(own(make).model, shape=(1, 8, 8), classes=10)
+
+
+@pytest.mark.parametrize("base", [nn.Module, Model])
+def test_a_constructor_may_load_the_model_of_a_run(own: Any, base: type[nn.Module]) -> None:
+    """And keep it frozen, as the reference of DPO or the teacher of a distillation."""
+    trained(wordrun.compose(["model=convnet", "model.norm=batch", *DIGITS, "train.max_iters=1", "hydra.run.dir=old"]))
+    teacher = wordrun.load("old")
+
+    class Student(base):  # type: ignore[misc,valid-type]
+        def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, classes)
+            self.teacher = wordrun.load("old").requires_grad_(False)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.head(images.flatten(1))
+
+        def losses(self, batch: Any) -> torch.Tensor:
+            wanted = self.teacher(batch.inputs)
+            assert wanted.is_meta or torch.equal(wanted, teacher(batch.inputs))
+            return (self(batch.inputs) - wanted).square().mean(1)
+
+    whole = trained(own(Student, "train.checkpoint_interval=3", "hooks=[ema]"))
+    again = trained(own(Student, "train.resume=run/checkpoints/step-00000003", "hydra.run.dir=again", "hooks=[ema]"))
+    assert [line["val_loss"] for line in again if "val_loss" in line] == [
+        line["val_loss"] for line in whole if "val_loss" in line
+    ]
+    assert not [name for name in find(Path("run")).weights() if "teacher" in name]
+    loaded: Any = wordrun.load("run")
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(loaded.teacher.state_dict()[name], value), name
+    more = ["train.max_iters=2", "hydra.run.dir=old", "train.resume=auto"]
+    trained(wordrun.compose(["model=convnet", "model.norm=batch", *DIGITS, *more]))
+    with pytest.raises(
+        ConfigError, match=r"the checkpoint from which wordrun.load has made teacher is step 1, .*step 2"
+    ):
+        trained(own(Student, "train.resume=run", "train.max_iters=9", "hooks=[ema]"))
+
+
 class Idle(Net):
     """A network with a layer that it does not use, and a frozen one."""
 

@@ -17,7 +17,7 @@ import wordrun
 from wordrun.backend import mixed_precision
 from wordrun.backend.mixed_precision import GAIN, bf16_gain
 from wordrun.dist import torch_private
-from wordrun.train.metrics import means
+from wordrun.train.metrics import evaluate
 from wordrun.train.trainer import Trainer
 
 Words = Callable[..., list[str]]
@@ -74,7 +74,7 @@ def test_an_evaluation_casts_each_weight_once(small: Words, tmp_path: Path, monk
     with Trainer(wordrun.compose([*words, f"hydra.run.dir={tmp_path}/run"])) as trainer:
         for batches in (1, 3):
             with Casts() as casts:
-                means(trainer.backend, trainer.evaluation.validation, batches=batches)
+                evaluate(trainer.backend, trainer.evaluation.validation, batches=batches)
             counts.append(casts.count)
     assert counts[0] == counts[1] > 4
 

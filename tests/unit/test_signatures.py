@@ -17,6 +17,7 @@ from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.model import GPT
 from wordrun.track.base import AppendOnlyTracker, Tracker
 from wordrun.train.hooks import Hook
+from wordrun.train.metrics import MetricOfSums
 from wordrun.train.profile import Profiler
 from wordrun.train.signatures import check
 
@@ -84,6 +85,10 @@ class NoName(GPT):
     def initial_std(self) -> float: ...  # type: ignore[override]
 
 
+class NoBatch(MetricOfSums):
+    def sums(self, outputs: Tensor) -> Tensor: ...  # type: ignore[override]
+
+
 def no_parameters(cfg: Any) -> torch.optim.Optimizer: ...
 
 
@@ -123,6 +128,8 @@ class Good(Hook):
         ("model", NoName, rf"NoName\.initial_std\(self\) {LINE} should take \(self, name\)"),
         ("optimizer", no_parameters, rf"no_parameters\(cfg\) {LINE} should take \(cfg, parameters\)"),
         ("schedule", no_lowest, rf"no_lowest\(.*\) {LINE} should take \(cfg, step, steps, highest, lowest\)"),
+        ("metrics", NoBatch, rf"NoBatch\.sums\(self, outputs\) {LINE} should take \(self, outputs, batch\)"),
+        ("metrics", NoBase, rf"NoBase {LINE} should derive from wordrun\.train\.metrics\.MetricOfSums"),
         ("metrics", no_batch, rf"no_batch\(options, outputs\) {LINE} should take \(options, outputs, batch\)"),
     ],
 )

@@ -184,6 +184,9 @@ class Splitter:
             prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg, options)
             if self.sharded:
                 self._shard(block, self.mesh)
+        inner = model.inner_models()
+        for prefix, each in inner.items():
+            self._build_inner(model, each, prefix)
         for prefix, module in model.outside_blocks():
             self._fill(model, module, prefix, recurse=False)
         model.tie()
@@ -194,9 +197,31 @@ class Splitter:
             # Inputs are left to autocast, which does not cast the targets of a loss.
             self._shard(model, self.mesh, casts=model.computes_losses_in_fp32)
             self._prefetch([block for block in model.named_blocks().values() if isinstance(block, FSDPModule)])
+            if inner:  # ``losses`` may call one of them first
+                torch_private.make_root(model)
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]
         return model
+
+    def _build_inner(self, model: Model, inner: Model, prefix: str) -> None:
+        """Fill and shard a model inside of ``model``, so that ``losses`` can also call it outside of ``forward``.
+
+        Args:
+            model: the complete model.
+            inner: one of its ``inner_models``, or one inside of them.
+            prefix: prefix of its parameters' names in the complete model.
+        """
+        for at, each in inner.inner_models().items():
+            self._build_inner(model, each, prefix + at)
+        for name, block in inner.named_blocks().items():
+            self._fill(model, block, f"{prefix}{name}.")
+            if self.sharded:
+                self._shard(block, self.mesh)
+        for at, module in inner.outside_blocks():
+            self._fill(model, module, prefix + at, recurse=False)
+        inner.tie()
+        if self.sharded:
+            self._shard(inner, self.mesh, casts=inner.computes_losses_in_fp32)
 
     def _fill(self, model: Model, module: nn.Module, prefix: str, *, recurse: bool = True) -> None:
         module.to_empty(device=self.spec.device, recurse=recurse)
@@ -267,14 +292,18 @@ def _release_complete(module: nn.Module, name: str, parameter: DTensor) -> None:
 def check_shared(model: Model) -> None:
     """Raise a ConfigError if modules of ``model`` that are sharded separately share a parameter: it would be untied."""
     seen: dict[int, tuple[str, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = model.block_of(name)
-        other, first = seen.setdefault(id(parameter), (unit, name))
-        if unit != other:
-            raise ConfigError(
-                f"{type(model).__name__}.{first} and {name} are the same parameter, but blocks are sharded one by one: "
-                "use train.backend=DDP, or give the blocks another name"
-            )
+    inner = model.inner_models()
+    for at, module in model.named_modules():  # of a module with two names, the first one
+        prefix = next((each for each in inner if f"{at}.".startswith(each)), "")
+        unit = prefix + (inner[prefix] if prefix else model).block_of(at.removeprefix(prefix))
+        for name, parameter in module.named_parameters(at, recurse=False, remove_duplicate=False):
+            other, first = seen.setdefault(id(parameter), (unit, name))
+            if unit != other:
+                raise ConfigError(
+                    f"{type(model).__name__}.{first} and {name} are the same parameter, but blocks are sharded one by "
+                    "one: use train.backend=DDP, or give the blocks another name, so that the model is sharded as a "
+                    "whole"
+                )
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:

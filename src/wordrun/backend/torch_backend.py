@@ -57,8 +57,9 @@ class TorchBackend:
         rows = {name: rows for part in parts for name, rows in part.unpadded_rows.items()}
         # By name and shape, because optimizer state may have a different shape than its parameter.
         self.unpadded_rows = {(name, p.shape): rows[name] for name, p in self.named_parameters() if name in rows}
-        if spec.weights is not None:
-            self._fill(spec.weights)
+        for weights in (*(part.loaded_weights() for part in parts), spec.weights):
+            if weights:
+                self._fill(weights)
         trained = ((name, p) for name, p in self.named_parameters() if p.requires_grad)
         matrices = {name: rows for part in parts for name, rows in part.matrices().items()}
         self.optimizer = spec.optimizer(
@@ -227,10 +228,16 @@ class TorchBackend:
     def model_state(self, *, once: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of parameters and persistent buffers, by their names in a checkpoint.
 
-        Parameters that LoRA has frozen are left out: the checkpoint of the base model has them.
+        Parameters that LoRA has frozen, and those of ``Model.frozen_models``, are left out: the checkpoints of the runs
+        from which they are have them.
         """
         state: dict[str, Tensor] = {}
-        saved = [(name, p) for name, p in self.named_parameters(once=once) if p.requires_grad or not self.adapts]
+        frozen = tuple(prefix for part in self.parts for prefix in part.frozen_models())
+        saved = [
+            (name, p)
+            for name, p in self.named_parameters(once=once)
+            if not name.startswith(frozen) and (p.requires_grad or not self.adapts)
+        ]
         for name, tensor in [*saved, *self.buffers()]:
             state.setdefault(f"model.{name}", tensor)
         return state
@@ -342,7 +349,8 @@ class TorchBackend:
     @torch.no_grad()
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of the initial ``weights``, reading one unsharded tensor at a time."""
-        for name, tensor in [*self.named_parameters(), *self.buffers()]:
+        buffers = (each for part in self.parts for each in part.named_buffers())
+        for name, tensor in [*self.named_parameters(), *buffers]:
             if name not in weights:  # a buffer that the checkpoint's version lacked, or an adapter of LoRA
                 continue
             shard = shards.shard_of(name, tensor, self.unpadded_rows.get((name, tensor.shape)))

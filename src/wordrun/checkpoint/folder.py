@@ -56,7 +56,7 @@ class Folder:
         """
         try:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            is_intact = manifest.pop("crc32") == _crc(manifest)
+            is_intact = manifest.pop("crc32") == checksum(manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST}: {error}") from None
         if not is_intact:
@@ -210,10 +210,11 @@ class Draft:
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest, the last file of a checkpoint, including its own checksum."""
     manifest = {"format": FORMAT, **content}
-    files.write(folder / MANIFEST, json.dumps({**manifest, "crc32": _crc(manifest)}, indent=1))
+    files.write(folder / MANIFEST, json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1))
 
 
-def _crc(manifest: Mapping[str, Any]) -> int:
+def checksum(manifest: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of a manifest, without the one in it."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 

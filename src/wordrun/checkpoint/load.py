@@ -20,7 +20,7 @@ from wordrun.common.run_dir import MANIFEST
 from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config, from_plain
 from wordrun.model import huggingface_files, lora, mup, pretrained
-from wordrun.model.base import LazyWeights, Model
+from wordrun.model.base import LazyWeights, Loaded, Model
 from wordrun.model.construction import meta_model, new_model
 from wordrun.model.options import TransformerConfig
 from wordrun.model.transformer import Transformer
@@ -153,12 +153,18 @@ class Saved:
     def load_model(self, device: torch.device, dtype: torch.dtype, which: str = "model") -> Model:
         """Return the model in evaluation mode, with its ``weights`` of this name in ``dtype`` on ``device``.
 
+        On the meta device it has no values: what contains it reads them from ``Model.loaded_from``.
+
         Raises:
             UserError, ConfigError: as ``weights``.
         """
         model, kind = self.meta_model(), {True: dtype, False: None}
-        found = self.weights(which).items()
-        state = {name: value.to(device, kind[value.is_floating_point()]) for name, value in found}
+        weights = self.weights(which)
+        model.note_source(Loaded(f"step {self.step}, CRC-32 {folders.checksum(self.manifest)}", weights))
+        if device.type == "meta":
+            return model.eval()
+        every = (*model.loaded_weights().items(), *weights.items())
+        state = {name: value.to(device, kind[value.is_floating_point()]) for name, value in every}
         model.load_state_dict(state, assign=True, strict=False)  # checkpoints have one name for shared weights
         model.fill_buffers(device)
         model.tie()

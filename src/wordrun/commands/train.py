@@ -11,6 +11,7 @@ import gc
 import importlib
 import io
 import math
+import os
 import re
 import signal
 import sys
@@ -20,14 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import islice, product
 from pathlib import Path
-from types import FrameType
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from wordrun import dist
-from wordrun.common import log, suggestions
+from wordrun.common import log, sigint, suggestions
 from wordrun.common.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
 from wordrun.common.run_id import drop_ids_of_one_run
 from wordrun.common.version import __version__, versions
@@ -137,21 +137,17 @@ def exit_when_stopped(world: dist.World) -> Iterator[None]:
     This covers the seconds to minutes before the first step, when the run does not yet handle these signals.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def tell(number: int) -> None:
         if world.rank == 0:
             name = signal.Signals(number).name
-            print(f"stopped by {name} before the first step (exit status {REQUEUE})", file=sys.stderr, flush=True)
-        raise SystemExit(REQUEUE)
+            # Not print: the signal may have interrupted one.
+            os.write(2, f"stopped by {name} before the first step (exit status {REQUEUE})\n".encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
+    with sigint.exiting((signal.SIGTERM, signal.SIGUSR1), REQUEUE, tell):
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def flags() -> ArgumentParser:

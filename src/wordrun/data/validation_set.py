@@ -25,8 +25,14 @@ def deal(count: int, batch_size: int, rank: int, size: int) -> tuple[NDArray[np.
         whether it counts (False: padding).
     """
     per_rank = -(-count // (size * batch_size)) * batch_size
-    mine = np.arange(per_rank, dtype=np.int64) * size + rank
+    mine = np.array(dealt(0, per_rank, rank, size), dtype=np.int64)
     return np.minimum(mine, count - 1), mine < count
+
+
+def dealt(batch: int, batch_size: int, rank: int, size: int) -> range:
+    """Return the numbers of the examples that ``deal`` gives ``rank`` in its ``batch``; padding has numbers, too."""
+    first = batch * batch_size * size + rank
+    return range(first, first + batch_size * size, size)
 
 
 class ValidationData(Protocol):

@@ -208,6 +208,15 @@ def time_collectives(module: Any, timer: Callable[[], contextlib.AbstractContext
         module.set_custom_reduce_scatter(timed(DefaultReduceScatter))
 
 
+def make_root(module: Any) -> None:
+    """Let a module of ``fully_shard`` be the root of those inside of it; else the first to be called would be one.
+
+    Without the name, the module itself must be called before those inside of it.
+    """
+    if hasattr(module, "_get_fsdp_state"):
+        module._get_fsdp_state()._lazy_init()
+
+
 def hide_hooks(module: torch.nn.Module) -> None:
     """Hide what the hooks around the forward pass of ``module`` compute from selective activation checkpointing.
 

@@ -12,11 +12,23 @@ if TYPE_CHECKING:
         meta_model as meta_model,
         new_model as new_model,
     )
+    from wordrun.model.draws import draw as draw
     from wordrun.model.gpt import GPT as GPT
     from wordrun.model.llama import Llama as Llama
     from wordrun.model.transformer import Transformer as Transformer
 
-__all__ = ["GPT", "Llama", "LossesOf", "Model", "Transformer", "build", "materialize", "meta_model", "new_model"]
+__all__ = [
+    "GPT",
+    "Llama",
+    "LossesOf",
+    "Model",
+    "Transformer",
+    "build",
+    "draw",
+    "materialize",
+    "meta_model",
+    "new_model",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +42,7 @@ def __getattr__(name: str) -> Any:
             "Model": "wordrun.model.base",
             "Transformer": "wordrun.model.transformer",
             "build": "wordrun.model.construction",
+            "draw": "wordrun.model.draws",
             "materialize": "wordrun.model.construction",
             "meta_model": "wordrun.model.construction",
             "new_model": "wordrun.model.construction",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,16 @@ class Rows:
     """Whether each kind is always a separate matrix, whatever the optimizer's options say, as for experts."""
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint from which ``wordrun.load`` has made a model."""
+
+    checkpoint: str
+    """Its step and its checksum."""
+    weights: Mapping[str, Tensor]
+    """Its weights, each read when it is accessed."""
+
+
 class Model(nn.Module):
     """Base class of models: an ``nn.Module`` that computes its losses and initializes itself, module by module.
 
@@ -79,8 +90,12 @@ class Model(nn.Module):
     """
 
     blocks: nn.ModuleDict
-    """The modules that are sharded, recomputed and compiled one by one, unless ``named_blocks`` returns others; a model
-    without them is sharded as a whole."""
+    """The modules that are sharded, recomputed and compiled one by one, unless ``blocks_at`` or ``named_blocks`` names
+    others; a model without them is sharded as a whole."""
+    blocks_at = "blocks"
+    """The name in the model of the module whose children are the blocks, such as ``model.layers``."""
+    loaded_from: Loaded | None = None
+    """Where ``wordrun.load`` has found this model; None: it has another origin."""
     uses: tuple[str, ...] = ("tokens", "targets")
     """Fields of a batch of text that ``losses`` reads. Data that set another field, such as ``scale``, are rejected."""
     averages_buffers = True
@@ -191,15 +206,28 @@ class Model(nn.Module):
         """
         tables = {id(each.weight) for each in self.modules() if isinstance(each, nn.Embedding)}
         found = {name: p for name, p in self.named_parameters() if p.dim() >= 2 and id(p) not in tables}
-        names = [*filter(self.block_of, found)] if self.named_blocks() else list(found)[1:-1]
+        if self.named_blocks():
+            names = [*filter(self.block_of, found)]
+        else:
+            inner = tuple(self.inner_models())
+            names = [name for name in found if not name.startswith(inner)][1:-1]
         return dict.fromkeys(names, Rows())
 
     def named_blocks(self) -> dict[str, nn.Module]:
         """Return the modules that are sharded, recomputed and compiled one by one, by their names in the model.
 
-        By default, they are the children of ``blocks``. A block must not contain another one.
+        By default, they are the children of the module ``blocks_at``. A block must not contain another one.
         """
-        return {f"blocks.{name}": block for name, block in self.blocks.named_children()}
+        at = self.blocks_at
+        return {f"{at}.{name}": block for name, block in self.get_submodule(at).named_children()}
+
+    def use_blocks_at(self, name: str) -> None:
+        """Let the children of the module of this ``name`` be the blocks."""
+        self.blocks_at = name
+
+    def note_source(self, source: Loaded) -> None:
+        """Note where ``wordrun.load`` has found this model."""
+        self.loaded_from = source
 
     def block_of(self, name: str) -> str:
         """Return the name of the block to which the parameter or module ``name`` belongs; empty: to none."""
@@ -211,10 +239,51 @@ class Model(nn.Module):
     def outside_blocks(self) -> list[tuple[str, nn.Module]]:
         """Return the modules outside of the blocks, by the prefix of their parameters' names; the last is the model.
 
-        They are meant without their submodules, which are in the list themselves, or are blocks.
+        They are meant without their submodules, which are in the list themselves, or are blocks or ``inner_models``.
         """
-        outside = [(name, module) for name, module in self.named_modules() if not self.block_of(name)]
-        return [(f"{name}." if name else "", module) for name, module in reversed(outside)]
+        inner = tuple(self.inner_models())
+        outside = [(f"{name}." if name else "", module) for name, module in self.named_modules()]
+        return [each for each in reversed(outside) if not (each[0].startswith(inner) or self.block_of(each[0][:-1]))]
+
+    def inner_models(self) -> dict[str, Model]:
+        """Return the models that this one contains, such as a teacher, by the prefix of their parameters' names.
+
+        They have blocks of their own. Those inside of these are left out.
+        """
+        found: dict[str, Model] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, Model) and module is not self and not name.startswith(tuple(found)):
+                found[f"{name}."] = module
+        return found
+
+    def frozen_models(self) -> dict[str, Model]:
+        """Return those of the inner models that ``wordrun.load`` has filled and that are not trained.
+
+        Checkpoints leave them out: the run from which they are has their weights.
+        """
+        return {
+            prefix: model
+            for prefix, model in self.inner_models().items()
+            if model.loaded_from and not any(p.requires_grad for p in model.parameters())
+        }
+
+    def loaded_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights of the inner models that ``wordrun.load`` fills, by name, each read on access."""
+        return LazyWeights(
+            {
+                prefix + name: partial(model.loaded_from.weights.__getitem__, name)
+                for prefix, model in self.inner_models().items()
+                if model.loaded_from
+                for name in model.loaded_from.weights
+            }
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode, but leave ``frozen_models`` in evaluation mode."""
+        super().train(mode)
+        for model in self.frozen_models().values():
+            nn.Module.train(model, False)
+        return self
 
     @classmethod
     def settle_options(cls, cfg: Any) -> Any:
@@ -258,10 +327,13 @@ class Model(nn.Module):
         return None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers."""
-        yield from self.named_parameters()
-        persistent = self.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.named_buffers() if name in persistent)
+        """Yield what a checkpoint stores: parameters (shared ones once) and persistent buffers.
+
+        Those of ``frozen_models`` are left out.
+        """
+        persistent, frozen = self.state_dict().keys(), tuple(self.frozen_models())
+        buffers = ((name, buffer) for name, buffer in self.named_buffers() if name in persistent)
+        yield from (each for each in (*self.named_parameters(), *buffers) if not each[0].startswith(frozen))
 
     def num_active_parameters(self) -> int:
         """Return the number of parameters that each example uses."""

@@ -16,7 +16,7 @@ from wordrun.config.registry import part_of
 from wordrun.model import lora
 from wordrun.model.base import Model
 from wordrun.model.options import ModelConfig, TransformerConfig
-from wordrun.model.plain_module import adapt, check_losses
+from wordrun.model.plain_module import adapt, check_losses, path_of_blocks
 from wordrun.model.transformer import Transformer
 
 M = TypeVar("M", bound=Model)
@@ -65,12 +65,15 @@ def new_model(cfg: ModelConfig, **arguments: Any) -> Any:
     try:
         check_losses(model)
         _to_meta(model)
+        at = path_of_blocks(model)
         if not isinstance(model, Model):
             model = adapt(model, partial(make, cfg, **arguments))
     except ConfigError as error:
         raise ConfigError(f"{part}: {error}") from None
-    if not hasattr(model, "blocks"):  # it is sharded and compiled as a whole
+    if not at:  # it is sharded and compiled as a whole
         model.add_module("blocks", nn.ModuleDict())
+    elif at != model.blocks_at:
+        model.use_blocks_at(at)
     return model
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wordrun.common.errors import ConfigError
+from wordrun.common.errors import ConfigError, nearest
 from wordrun.model.base import Model
 
 SHARED = {
-    *("losses", "metrics", "uses", "tensor_parallel_plan", "blocks", "named_blocks", "settle_options"),
+    *("losses", "metrics", "uses", "tensor_parallel_plan", "blocks", "blocks_at"),
+    *("named_blocks", "settle_options"),
     *("own_weights", "read_huggingface", "write_huggingface", "continued", "stops"),
     "has_huggingface_format",
 }
@@ -78,6 +79,33 @@ def _named(tensors: Callable[..., Iterable[tuple[str, Tensor]]], prefix: str = "
     return tensors(prefix, recurse, remove_duplicate=False)
 
 
+def path_of_blocks(module: nn.Module) -> str:
+    """Return the name in ``module`` of the module whose children are its blocks; empty: it has none.
+
+    It is what the attribute ``blocks_at`` says or, of an attribute or a property ``blocks``, the first name of its
+    value.
+
+    Raises:
+        ConfigError: there is no such module, or it is no container.
+    """
+    kind, names = type(module).__name__, dict(module.named_modules(remove_duplicate=False))
+    at = getattr(module, "blocks_at", Model.blocks_at)
+    if at == Model.blocks_at and not hasattr(module, "blocks"):
+        return ""
+    blocks = names.get(at) if at != Model.blocks_at else module.blocks
+    path = next((name for name, each in module.named_modules() if each is blocks), "")
+    if not path or not isinstance(blocks, CONTAINERS):
+        known = [name for name, each in names.items() if isinstance(each, CONTAINERS)]
+        shown = f"{nearest(str(at), known)} ({', '.join(known) or 'there is none'})"
+        what = f"{kind}.blocks_at={at!r}" if at != Model.blocks_at else f"the attribute {kind}.blocks"
+        raise ConfigError(
+            f"{what} should name an nn.ModuleList, nn.ModuleDict or nn.Sequential in {kind}, whose children are "
+            f"sharded one by one{shown}",
+            page="extend/model.md#a-model",
+        )
+    return path
+
+
 def check_losses(model: Any) -> None:
     """Raise a ConfigError unless ``model`` is a module whose method ``losses`` can be called with a batch alone."""
     name, losses = type(model).__name__, getattr(type(model), "losses", None)
@@ -103,8 +131,6 @@ def adapt(module: nn.Module, construct: Callable[[], nn.Module]) -> Model:
     name = type(module).__name__
     ours = {each for each in dir(PlainModel) if not each.startswith("_")} - {*dir(nn.Module)} - SHARED
     taken = sorted(each for each in ours if hasattr(module, each))
-    if not isinstance(getattr(module, "blocks", nn.ModuleList()), CONTAINERS):
-        taken.append("blocks")
     if taken:
         raise ConfigError(
             f"{name} has attributes of names that wordrun uses ({', '.join(taken)}): rename them, or derive {name} "

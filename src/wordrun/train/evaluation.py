@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.config.registry import part_of, parts
 from wordrun.config.schema import Config
 from wordrun.model.base import Model
-from wordrun.train.metrics import ValidationSet, means
+from wordrun.train.metrics import MetricOfSums, ValidationSet, evaluate
 from wordrun.train.task import Task
 
 
@@ -25,9 +26,11 @@ class Evaluation:
         model = backend.parts[-1]
         self.own = None if type(model).metrics is Model.metrics else model
         """The model, if it has metrics of its own."""
+        built = {name: parts("metrics")[name] for name in cfg.metrics if _is_of_sums(parts("metrics")[name].load())}
+        self.of_sums: dict[str, MetricOfSums] = {name: part.build(cfg.metrics[name]) for name, part in built.items()}
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the means over the fixed validation set, of the loss as val_loss and of each metric as val_NAME."""
+        """Return what the fixed validation set gives: the mean loss as val_loss, and each metric as val_NAME."""
         found = self._means(len(self.validation))
         for name, value in found.items():
             if not math.isfinite(value) and math.isfinite(found["val_loss"]):
@@ -58,8 +61,24 @@ class Evaluation:
 
     def _means(self, batches: int) -> dict[str, float]:
         measure = self._metrics if self.own or self.cfg.metrics else None
-        found = means(self.backend, self.validation, measure, batches)
+        computed = {name: partial(self._compute, name) for name in self.of_sums}
+        share = self.task.dp_rank, self.task.layout.dp
+        found = evaluate(self.backend, self.validation, measure, batches, computed=computed, share=share)
         return {f"val_{name}": value for name, value in {**found, **self.task.derived(found)}.items()}
+
+    def _compute(self, name: str, sums: Tensor) -> float:
+        """Return the value of the metric ``name`` of these ``sums``; NaN where it divides by 0."""
+        part = parts("metrics")[name]
+        with part.blamed():
+            try:
+                value = self.of_sums[name].compute(sums)
+            except ZeroDivisionError:
+                return math.nan
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"{part}: compute should return a number, not {shape}") from None
 
     def _metrics(self, batch: Any, outputs: Tensor) -> dict[str, Tensor]:
         """Return the values of the model's own metrics and of those in the config, by name."""
@@ -74,18 +93,33 @@ class Evaluation:
         for name, options in self.cfg.metrics.items():
             part = parts("metrics")[name]
             try:
-                values[name] = part.build(options, outputs, batch)
-                _check(str(part), name, values[name], size)
+                if (metric := self.of_sums.get(name)) is None:
+                    values[name] = part.build(options, outputs, batch)
+                    _check(str(part), name, values[name], size)
+                else:
+                    with part.blamed():
+                        values[name] = metric.sums(outputs, batch)
+                    _check(f"{part}: sums", name, values[name], size, of_sums=True)
             except UserError as error:
                 errors.append(error)
         raise_all(errors)
         return values
 
 
-def _check(what: str, name: str, value: Any, examples: int) -> None:
-    """Raise a UserError unless ``value``, of the metric ``name``, is a tensor with a value for each example."""
+def _is_of_sums(code: Any) -> bool:
+    return isinstance(code, type) and issubclass(code, MetricOfSums)
+
+
+def _check(what: str, name: str, value: Any, examples: int, *, of_sums: bool = False) -> None:
+    """Raise a UserError unless ``value``, of the metric ``name``, has a value or a row for each example."""
     if name == "loss":
         raise UserError(f"{what}: the name is reserved for the loss; choose another name for the metric")
-    if not isinstance(value, Tensor) or value.shape != (examples,):
+    right = isinstance(value, Tensor) and value.dim() == 1 + of_sums and len(value) == examples
+    if not right:
         shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"{what} should return one value per example, a tensor of shape [{examples}], not {shape}")
+        wanted = (
+            f"what each example adds to each sum, a tensor of shape [{examples}, number of sums]"
+            if of_sums
+            else f"one value per example, a tensor of shape [{examples}]"
+        )
+        raise UserError(f"{what} should return {wanted}, not {shape}")

@@ -8,9 +8,10 @@ import math
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,12 @@ import torch.distributed as dist
 
 from wordrun.backend.base import Backend, StepResult
 from wordrun.backend.step_timer import StepTimer
+from wordrun.data.validation_set import dealt
 from wordrun.dist.collectives import all_max, all_mean, all_rows, all_sum
 from wordrun.dist.hang import watch
+from wordrun.model import draws
 from wordrun.plan import devices
+from wordrun.train import rng
 from wordrun.train.state import TrainState
 
 PASSES = ("data", "forward", "backward", "passes")
@@ -260,30 +264,89 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
 
 
 Measure = Callable[[Any, torch.Tensor], dict[str, torch.Tensor]]
-"""Returns further values of each example of a batch, (B,), by name, given the batch and the model's outputs."""
+"""Returns further values of each example of a batch, (B,) or (B, K), by name, given the batch and the model's outputs.
+"""
+Compute = Callable[[torch.Tensor], float]
+"""Returns a metric, given the sums of its values over all examples, (K,)."""
 
 
-def means(
-    backend: Backend, validation: ValidationSet, measure: Measure | None = None, batches: int | None = None
+class MetricOfSums:
+    """Base class of metrics that are not means over examples, such as R2, F1 and AUC: they are computed from sums.
+
+    Args:
+        options: the metric's options.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def sums(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return what each example of ``batch`` adds to the metric's K sums, (B, K).
+
+        Args:
+            outputs: what the model's ``forward`` returned when ``losses`` called it.
+            batch: as for ``losses``.
+        """
+        raise NotImplementedError
+
+    def compute(self, sums: torch.Tensor) -> Any:
+        """Return the metric, a number, given the ``sums`` over all examples of all ranks, (K,) in fp64 on the CPU."""
+        raise NotImplementedError
+
+
+def evaluate(
+    backend: Backend,
+    validation: ValidationSet,
+    measure: Measure | None = None,
+    batches: int | None = None,
+    *,
+    computed: Mapping[str, Compute] = MappingProxyType({}),
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, float]:
-    """Return the means over ``validation`` on all ranks: of the loss, under "loss", and of what ``measure`` returns.
+    """Return the mean loss over ``validation`` on all ranks, under "loss", and what follows from ``measure``.
 
-    Every rank must call this. ``batches`` limits how many of its batches each rank uses.
+    Every rank must call this. Torch's random numbers in it are the same at each evaluation, and afterwards continue as
+    if there had been none.
+
+    Args:
+        backend: holds the model.
+        validation: this rank's share of the examples.
+        measure: returns further values of each example; their means are returned.
+        batches: how many of its batches each rank uses; None: all.
+        computed: by name, what is returned of values of ``measure`` instead of their mean.
+        share: the index of this rank's share, and the number of different shares.
     """
     totals: dict[str, torch.Tensor] = {}
-    with evaluation_mode(backend):
+    index, shares = share
+    with evaluation_mode(backend), rng.swapped({}):
+        torch.manual_seed(index)
         for i in range(len(validation))[:batches]:
             watch.mark()
             batch, weights = validation[i]
             batch = batch.to(backend.device)
             outputs: list[torch.Tensor] = []
-            values = {"loss": backend.losses(batch) if measure is None else backend.losses(batch, outputs)}
+            with draws.for_examples(dealt(i, len(weights), index, shares)):
+                values = {"loss": backend.losses(batch) if measure is None else backend.losses(batch, outputs)}
             if measure is not None:
                 with torch.no_grad():
                     values |= measure(batch, outputs[-1])
             for name, each in values.items():
-                counted = torch.where(weights > 0, each.cpu().double() * weights, 0.0)  # 0 x inf would be NaN
-                total = torch.stack((counted.sum(), weights.sum()))
-                totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + total
-    sums = all_sum(torch.stack(list(totals.values())).float().to(backend.device)).tolist()
-    return {name: total / count for name, (total, count) in zip(totals, sums, strict=True)}
+                # (K, B); 0 x inf would be NaN.
+                rows = each.detach().cpu().double().reshape(len(weights), -1).T
+                total = torch.cat((torch.where(weights > 0, rows * weights, 0.0).sum(1), weights.sum()[None]))
+                totals[name] = totals.get(name, torch.zeros(len(total), dtype=torch.float64)) + total
+    sums = torch.cat([*totals.values()]).to(backend.device, _dtype_of_sums(backend.device))
+    # Ranks that share an example count it more than once.
+    sums = all_sum(sums).cpu().double() * shares / dist.get_world_size()
+    found = dict(zip(totals, torch.split(sums, [len(total) for total in totals.values()]), strict=True))
+    return {
+        name: computed[name](each[:-1]) if name in computed else float(each[0] / each[-1])
+        for name, each in found.items()
+    }
+
+
+def _dtype_of_sums(device: torch.device) -> torch.dtype:
+    """Return fp64, or fp32 on a device that has no fp64."""
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        return torch.float32
+    return torch.float32 if device.type == "mps" else torch.float64

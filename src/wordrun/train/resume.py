@@ -359,4 +359,10 @@ def manifest(trainer: Training) -> dict[str, Any]:
 def _facts(trainer: Training) -> dict[str, Any]:
     """Return the values, besides options, that determine the order and meaning of the data."""
     batch = {f"the global batch (train.global_batch_size), in {trainer.task.unit},": trainer.examples_per_step}
-    return {**batch, **trainer.task.fixed()}
+    inner = {
+        f"the checkpoint from which wordrun.load has made {prefix[:-1]}": model.loaded_from.checkpoint
+        for part in trainer.backend.parts
+        for prefix, model in part.frozen_models().items()
+        if model.loaded_from
+    }
+    return {**batch, **inner, **trainer.task.fixed()}

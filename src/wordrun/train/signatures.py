@@ -18,6 +18,7 @@ from wordrun.model.base import Model
 from wordrun.track.base import Tracker
 from wordrun.train.hints import relative
 from wordrun.train.hooks.base import Hook
+from wordrun.train.metrics import MetricOfSums
 from wordrun.train.profile import Profiler
 
 CALLS: dict[str, tuple[str, ...]] = {
@@ -30,7 +31,13 @@ CALLS: dict[str, tuple[str, ...]] = {
     "backend": ("spec",),
 }
 """The arguments with which wordrun calls a part of each kind; for kinds not listed, they depend on the data."""
-BASES: dict[str, type[Any]] = {"hooks": Hook, "tracker": Tracker, "profiler": Profiler, "tokenizer": Tokenizer}
+BASES: dict[str, type[Any]] = {
+    "hooks": Hook,
+    "metrics": MetricOfSums,
+    "tracker": Tracker,
+    "profiler": Profiler,
+    "tokenizer": Tokenizer,
+}
 """The classes from which parts derive."""
 MODEL = ("metrics", "tensor_parallel_plan")
 """Optional methods of a plain nn.Module. Its method ``losses`` is checked when the model is built."""
@@ -45,6 +52,8 @@ def check(part: Part) -> None:
         ConfigError: wordrun could not call it; the message has the file and line of each definition.
     """
     code, call = part.load(), CALLS.get(part.kind)
+    if part.kind == "metrics" and isinstance(code, type):
+        call = ("options",)
     problems = list(_call_problems(code, code, call)) if call else []
     if isinstance(code, type):
         problems += class_problems(code, BASES.get(part.kind))

@@ -76,6 +76,7 @@ class DeepSpeedBackend:
     def _shard(self, model: Model, shard: Any, settings: dict[str, Any]) -> None:
         """Initialize the parameters and shard them across the ranks, one module at a time."""
         blocks = [(f"{name}.", block, True) for name, block in model.named_blocks().items()]
+        blocks += [(prefix, inner, True) for prefix, inner in model.inner_models().items()]
         outside = [(prefix, module, False) for prefix, module in model.outside_blocks() if prefix]
         untied = {name for name, _ in model.named_parameters()}
         for prefix, module, complete in [*blocks, *outside]:

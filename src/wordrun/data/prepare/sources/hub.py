@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.data import contents
 from wordrun.data.contents import optional
 from wordrun.data.options import TextConfig
 from wordrun.data.prepare.sources.base import BadRowError, Document, Source, WorkItem, required, state_of
 
 PROBE_S = 5
 """Seconds to wait for an answer from the hub."""
+CARDS = ("README.md", "dataset_info.json", "dataset_infos.json")
+"""Files that describe a data set."""
 ROWS = 50_000
 """Rows per work item of a data set stored locally as a table."""
 
@@ -34,6 +38,37 @@ class HubSource(Source):
         """Return the files if the data set is a local folder."""
         folder = _folder(self.data)
         return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else None
+
+    def left_out(self) -> list[str]:
+        """Return the files in a local folder that are of no split according to ``datasets``, each with the reason."""
+        return self._found[1]
+
+    def files_read(self) -> str:
+        """Return how many files of which types in a local folder are read, and which splits are not."""
+        return self._found[0]
+
+    @cached_property
+    def _found(self) -> tuple[str, list[str]]:
+        folder, files = _folder(self.data), self.files()
+        if folder is None or files is None or any(folder.glob("**/state.json")):
+            return "", []
+        builder = optional("datasets", f"data={self.data.name}").load_dataset_builder(str(folder), self.data.subset)
+        splits = {str(split): len(paths) for split, paths in builder.config.data_files.items()}
+        split_of = {
+            os.path.realpath(path): str(split) for split, paths in builder.config.data_files.items() for path in paths
+        }
+        wanted, read, left_out = re.findall(r"[\w.]+", str(self.data.split)), list[str](), list[str]()
+        for path in files:
+            if any(map(contents.is_litter, path.relative_to(folder).parts)) or path.name in CARDS:
+                continue
+            split = split_of.get(os.path.realpath(path))
+            if split in wanted:
+                read.append(contents.by_name(path.name).type or path.suffix or "other")
+            elif split is None:
+                left_out.append(f"{path} (datasets reads the {builder.name} files of this folder)")
+        others = [f"{split} ({count:,})" for split, count in splits.items() if split not in wanted]
+        more = f", and not the files of the splits {', '.join(others)}" if others else ""
+        return f"{contents.described(read)} of the split {self.data.split}{more}", left_out
 
     def state(self) -> str | None:
         """Return a hash of the files if the data set is a local folder; it does not depend on the folder's path."""
