@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wordrun.launch.job import Job
-from wordrun.launch.launchers import LAUNCHERS, mpi_type
+from wordrun.launch.launchers import LAUNCHERS, srun
 from wordrun.launch.launchers.base import LauncherSearch, own_bin
 from wordrun.launch.options import Options
 from wordrun.launch.site import UNKNOWN, Site
@@ -22,7 +22,7 @@ ALL = "none cray_shasta pmi2 pmix"
 JOB = Job(hosts=("n1",), cores=(4,), devices=(0,), slots=(4,), scheduler="slurm", id="7")
 
 
-def choose(folder: Path, library: str, listed: str, default: str, site: Site = UNKNOWN, **env: str) -> mpi_type.Choice:
+def choose(folder: Path, library: str, listed: str, default: str, site: Site = UNKNOWN, **env: str) -> srun.Choice:
     """Return the choice where python loads ``library``, srun lists ``listed`` and MpiDefault is ``default``."""
     command = env.pop("command", "python")
     stubs = {
@@ -37,7 +37,7 @@ def choose(folder: Path, library: str, listed: str, default: str, site: Site = U
         (folder / name).chmod(0o755)
     path = f"{folder}:{own_bin()}:/usr/bin:/bin"
     options = Options(command=(command,), launcher_args=tuple(filter(None, [env.pop("args", "")])))
-    return mpi_type.choose("srun", LauncherSearch(None, 4, {"PATH": path, **env}, JOB, site, LAUNCHERS, options))
+    return srun.choose_mpi_type("srun", LauncherSearch(None, 4, {"PATH": path, **env}, JOB, site, LAUNCHERS, options))
 
 
 @pytest.mark.parametrize(
