@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from wordrun.common import loopback
+from wordrun.common import network
 from wordrun.common.errors import ConfigError
 from wordrun.launch import address, site_files
 from wordrun.launch.job import Job, LocalHost
@@ -612,7 +612,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What names resolve to, stubbed: two hosts whose own names are 127.0.1.1 would need two name services."""
     found = {"n1": "127.0.1.1", "n2": "192.0.2.9"}
     monkeypatch.setattr(address, "resolve", found.get)
-    monkeypatch.setattr(loopback, "resolve", found.get)
+    monkeypatch.setattr(network, "resolve", found.get)
     monkeypatch.setattr(socket, "gethostname", lambda: "n1")
     return found
 
@@ -632,10 +632,10 @@ def test_a_loopback_address_of_the_first_host_is_replaced_by_one_that_others_rea
     found, why, problem = address.of_first(["n1", "n2"], UNKNOWN, "n1")
     assert (found, problem) == (own, "")
     assert "n1 resolves to 127.0.1.1" in why
-    interface = loopback.interface_for_gloo(["n2"])
+    interface = network.interface_for_gloo(["n2"])
     assert interface in {name for _, name in socket.if_nameindex()} - {"lo"}
     names["n1"] = own
-    assert loopback.interface_for_gloo(["n2"]) == ""
+    assert network.interface_for_gloo(["n2"]) == ""
 
 
 def test_a_loopback_address_without_a_route_to_others_names_the_line_to_mend(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wordrun.model import chunked_loss
+from wordrun.model import output_layer
 
 N, C, V, TOKENS = 60, 16, 128, 100
 LARGE = 2**20
@@ -26,7 +26,7 @@ def both(
     for ours in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             if ours:
-                losses = chunked_loss.cross_entropy(x, weight, targets, TOKENS, softcap)
+                losses = output_layer.chunked_cross_entropy(x, weight, targets, TOKENS, softcap)
             else:
                 logits = (x @ weight.t())[:, :TOKENS].float()
                 logits = softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -60,7 +60,10 @@ def test_without_gradients_no_logits_are_kept() -> None:
     tokens, vocabulary = 4096, 2**16
     x, weight, targets = torch.randn(tokens, C), torch.randn(vocabulary, C), torch.randint(vocabulary, (tokens,))
     with torch.no_grad():
-        assert peak(lambda: chunked_loss.cross_entropy(x, weight, targets, vocabulary)) < 4 * tokens * vocabulary / 2
+        assert (
+            peak(lambda: output_layer.chunked_cross_entropy(x, weight, targets, vocabulary))
+            < 4 * tokens * vocabulary / 2
+        )
 
 
 @pytest.mark.parametrize(("vocabulary", "chosen"), [(50, False), (50, True), (LARGE, False)])

@@ -18,7 +18,7 @@ from memory_peak import peak
 from wordrun import model as models
 from wordrun.backend.compile import prepare
 from wordrun.backend.options import SCHEDULES, BackendConfig, DDPConfig
-from wordrun.commands.plan import USAGE, main, plan
+from wordrun.commands.plan import USAGE, main, plan, show
 from wordrun.common import log
 from wordrun.common.errors import ConfigError
 from wordrun.config.compose import compose
@@ -39,7 +39,6 @@ from wordrun.plan.options import PlanConfig, hardware
 from wordrun.plan.parameter_shapes import NoEstimateError, ParameterShape, numel, shapes_of
 from wordrun.plan.pipeline import bubble, in_flight
 from wordrun.plan.recommendation import Advice, advise
-from wordrun.plan.report import show
 from wordrun.plan.strategy import Strategy
 from wordrun.plan.traffic import traffic
 from wordrun.train.hints import spread_context

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from wordrun.commands.plan import main, plan
+from wordrun.commands.plan import Report, main, plan, show
 from wordrun.config.compose import compose
 from wordrun.launch.job import Job
 from wordrun.launch.parser import parse
@@ -23,7 +23,6 @@ from wordrun.plan.memory_fit import Comparison, Fit, Room
 from wordrun.plan.options import PlanConfig, hardware, ranks_for_launch
 from wordrun.plan.parameter_shapes import shapes_of
 from wordrun.plan.recommendation import advise
-from wordrun.plan.report import Report, show
 
 ASSUMED = "(assumed; plan.device=NAME for another, plan.device=cpu for CPUs)"
 

@@ -19,7 +19,7 @@ from wordrun import cli
 from wordrun.checkpoint import folder as folders
 from wordrun.common.errors import UserError
 from wordrun.track import metrics_jsonl as metrics, run_json as records
-from wordrun.track.run_state import state_of
+from wordrun.track.run_json import state_of
 from wordrun.train.hooks.base import Hook
 from wordrun.train.trainer import Trainer
 

@@ -23,8 +23,7 @@ from wordrun.config.arguments import parse
 from wordrun.track import metrics_jsonl
 from wordrun.track.plots import POINTS, draw, thin
 from wordrun.track.report import facts, page
-from wordrun.track.run_json import load
-from wordrun.track.run_state import state_of
+from wordrun.track.run_json import load, state_of
 
 CONFIG = "model: {name: nano, n_layer: 2}\ndata: {name: shakespeare}\ntrain: {backend: DDP, max_iters: 40, seed: 1}\n"
 

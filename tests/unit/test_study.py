@@ -21,7 +21,7 @@ import pytest
 from wordrun.commands import train
 from wordrun.commands.study import main
 from wordrun.common.errors import ConfigError, UserError
-from wordrun.common.run_id import OF_ONE_RUN
+from wordrun.common.run_dir import OF_ONE_RUN
 from wordrun.study import base, launch_pool, scaling
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, LAST, OWN, Point, Points, number

@@ -17,8 +17,7 @@ from wordrun.common.section import Section
 from wordrun.common.validation import positive
 from wordrun.config.arguments import run, with_first
 from wordrun.track.metrics_jsonl import parsed
-from wordrun.track.run_json import RunRecord, load
-from wordrun.track.run_state import state_of
+from wordrun.track.run_json import RunRecord, load, state_of
 
 USAGE = """\
 Show the runs below a folder, the most recently active one at the bottom.

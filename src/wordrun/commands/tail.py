@@ -11,8 +11,7 @@ from pathlib import Path
 from wordrun.common.section import Section
 from wordrun.common.validation import not_negative
 from wordrun.config.arguments import run, with_first
-from wordrun.track.run_json import load
-from wordrun.track.run_state import state_of
+from wordrun.track.run_json import load, state_of
 
 USAGE = """\
 Show the end of a run's log, and what is added until the run ends. Ctrl-C stops following, not the run.

@@ -22,8 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from wordrun.common.errors import ConfigError, first_line
 from wordrun.common.log import LOGGER
-from wordrun.common.run_dir import CHECKPOINTS, locate
-from wordrun.common.run_id import new_run_id
+from wordrun.common.run_dir import CHECKPOINTS, locate, new_run_id
 from wordrun.common.secrets import has_login, is_secret
 from wordrun.common.section import Section
 from wordrun.common.validation import too_large

@@ -15,7 +15,7 @@ from typing import Any
 
 from wordrun.common import slurm
 from wordrun.common.errors import WorldError, first_line
-from wordrun.common.ports import pick
+from wordrun.common.network import port_of
 from wordrun.dist import mpi
 from wordrun.dist.world import World
 
@@ -152,7 +152,7 @@ def meeting_point(world: World, env: Mapping[str, str]) -> tuple[str, str]:
         return address, port
     nodes, step = slurm.hosts_of_step(env), slurm.step_of(env)
     first = "127.0.0.1" if len(nodes) == 1 else nodes[0]
-    return address or first, port or str(pick(hashlib.sha256(step.encode()).digest()))
+    return address or first, port or str(port_of(hashlib.sha256(step.encode()).digest()))
 
 
 def _store_over_env(world: World, timeout: timedelta) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from wordrun.common import cgroup, loopback, slurm
+from wordrun.common import cgroup, network, slurm
 from wordrun.common.errors import UserError, WorldError, show
 from wordrun.common.log import LOGGER
 from wordrun.dist import mpi
@@ -150,7 +150,7 @@ def _join(world: World, device: str, timeout_s: int) -> None:
     store = shared_store(world, timeout_s)
     if world.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         others = (os.environ.get("MASTER_ADDR", ""), *(host for host in world.hosts if host != world.host))
-        if interface := loopback.interface_for_gloo(filter(None, others)):
+        if interface := network.interface_for_gloo(filter(None, others)):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDS)

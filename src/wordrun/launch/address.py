@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from wordrun.common.errors import ConfigError
-from wordrun.common.loopback import address_towards, is_loopback, resolve
-from wordrun.common.ports import PORTS, pick
+from wordrun.common.network import PORTS, address_towards, is_loopback, port_of, resolve
 from wordrun.launch.job import short
 from wordrun.launch.site import Site, fill
 
@@ -122,7 +121,7 @@ def unresolved(hosts: Sequence[str], here: str, unknown: Callable[[str], bool], 
 def free_port() -> int:
     """Return a free port, chosen at random so that two simultaneous launches choose different ones."""
     for _ in range(200):
-        port = pick(os.urandom(4))
+        port = port_of(os.urandom(4))
         if is_free(port):
             return port
     raise ConfigError(f"no free port between {PORTS[0]} and {PORTS[-1]}: choose one with --env MASTER_PORT=P")

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from wordrun.common.exit_reports import UNFINISHED
-from wordrun.common.loopback import interface_for_gloo
+from wordrun.common.network import interface_for_gloo
 from wordrun.common.slurm import compact_counts
 from wordrun.launch.job import Job, short
 from wordrun.launch.launchers import LAUNCHERS

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from wordrun.common.errors import ConfigError
-from wordrun.common.run_id import new_run_id
+from wordrun.common.run_dir import new_run_id
 from wordrun.launch.job import Job
 from wordrun.launch.options import PYTHON, arguments_of_wordrun
 from wordrun.launch.request import Identity

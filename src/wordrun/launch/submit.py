@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.files import why
-from wordrun.common.run_id import new_run_id
+from wordrun.common.run_dir import new_run_id
 from wordrun.launch import limits, site_files, sweeps_and_studies
 from wordrun.launch.code_snapshot import CodeSnapshot, describe, take_snapshot
 from wordrun.launch.job_script import Origin, script

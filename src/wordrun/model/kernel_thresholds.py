@@ -12,7 +12,7 @@ SHORT = 512
 SHORT_FP32 = 128
 """The same for compiled models in fp32 (measured: 64 and 128, at 256 equal)."""
 LARGE = 2**24
-"""Number of logits above which ``chunked_loss.cross_entropy`` is used; below, their memory does not matter."""
+"""Number of logits above which ``output_layer.chunked_cross_entropy`` is used; below, their memory does not matter."""
 CHUNK = 2**25
 """Number of logits that it computes at once, unless compiled: the largest fp32 copy of them."""
 ROWS = 512

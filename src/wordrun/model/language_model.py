@@ -9,13 +9,13 @@ Shapes: B sequences, T tokens, C = n_embd.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from wordrun.model import lora, tensor_parallel
+from wordrun.model import lora
 from wordrun.model.base import Model, Rows
 from wordrun.model.context_parallel import Context
 from wordrun.model.options import TransformerConfig
@@ -136,7 +136,7 @@ class LanguageModel(Model):
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name."""
-        return tensor_parallel.plan(next(iter(self.blocks.values()), nn.Module()), self.first_layers)
+        return tensor_parallel_styles(next(iter(self.blocks.values()), nn.Module()), self.first_layers)
 
     # Context parallelism
 
@@ -173,3 +173,35 @@ class LanguageModel(Model):
     def stage_output_shape(self, tokens: Tensor, tp: int) -> tuple[int, int, int]:
         """Return the shape of a stage's output for ``tokens`` (B, T), sharded over ``tp`` ranks."""
         return tokens.shape[0], tokens.shape[1] // tp, self.cfg.n_embd
+
+
+def tensor_parallel_styles(block: nn.Module, first_layers: Iterable[str]) -> dict[str, Any]:
+    """Return torch's parallel style of each module, by its name.
+
+    As in Megatron-LM (Shoeybi et al. 2019), attention is split by heads, the MLP by hidden units, embedding and
+    output layer by vocabulary, and everything in between by tokens (sequence parallelism, Korthikanti et al. 2022).
+    Norms of queries and keys work on the heads that a rank has.
+
+    Args:
+        block: one of the blocks, which are alike.
+        first_layers: names of the layers of a block that read its normalized input; they are divided by columns.
+    """
+    from torch.distributed.tensor import Replicate, Shard, parallel as tp
+
+    gathered = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    by_head = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
+    heads = ("attention.q_norm", "attention.k_norm")
+    normed = [name for name, module in block.named_modules() if name in heads and [*module.parameters()]]
+    return {
+        "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.norm_1": tp.SequenceParallel(),
+        "blocks.*.attention": gathered,
+        "blocks.*.attention.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+        "blocks.*.norm_2": tp.SequenceParallel(),
+        "blocks.*.mlp": gathered,
+        "blocks.*.mlp.proj": tp.RowwiseParallel(output_layouts=Shard(1)),
+        **{f"blocks.*.{name}": tp.ColwiseParallel() for name in first_layers},
+        **{f"blocks.*.{name}": by_head for name in normed},
+        "norm": tp.SequenceParallel(),
+        "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wordrun.common import log
 from wordrun.common.errors import REQUEUE, ConfigError
-from wordrun.common.run_id import drop_ids_of_one_run
+from wordrun.common.run_dir import drop_ids_of_one_run
 from wordrun.launch.options import Options
 from wordrun.study import jobs, placements
 from wordrun.study.launch_pool import command_of

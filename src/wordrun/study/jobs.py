@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wordrun.common.run_id import new_run_id
+from wordrun.common.run_dir import new_run_id
 from wordrun.launch import limits, site_files, submit as launch_submit
 from wordrun.launch.code_snapshot import describe
 from wordrun.launch.options import Options

@@ -22,8 +22,7 @@ from wordrun.common import files
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.run_dir import RECORD
 from wordrun.track import metrics_jsonl
-from wordrun.track.run_json import load
-from wordrun.track.run_state import state_of
+from wordrun.track.run_json import load, state_of
 
 DONE, FAILED, SUBMITTED, IMPOSSIBLE = "done", "failed", "submitted", "impossible"
 """States of a row. A point without a row has not been run; an impossible one is ruled out by the options."""

@@ -17,8 +17,7 @@ from wordrun.study.launch_pool import LaunchPool
 from wordrun.study.placements import Placement
 from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, SUBMITTED, WAITING, Point, Points
 from wordrun.study.progress import Progress, Result, varied
-from wordrun.track.run_json import RunRecord, load
-from wordrun.track.run_state import NO_REASON
+from wordrun.track.run_json import NO_REASON, RunRecord, load
 
 Figures = Callable[[RunRecord], dict[str, Any]]
 """Returns the study's own columns for a finished run; a UserError marks the point as failed."""

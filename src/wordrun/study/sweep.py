@@ -14,7 +14,7 @@ from typing import Any
 
 from wordrun.common.errors import ConfigError, UserError, show
 from wordrun.common.files import replace as replace_file
-from wordrun.common.run_id import drop_ids_of_one_run, new_run_id
+from wordrun.common.run_dir import drop_ids_of_one_run, new_run_id
 from wordrun.launch import site_files
 from wordrun.launch.options import Options
 from wordrun.launch.schedulers.base import node_count, total_ranks

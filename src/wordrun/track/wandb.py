@@ -24,8 +24,7 @@ from wordrun.config.schema import as_dict
 from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.metrics_jsonl import between
 from wordrun.track.options import WandbConfig
-from wordrun.track.run_json import read as read_record
-from wordrun.track.run_state import NO_REASON
+from wordrun.track.run_json import NO_REASON, read as read_record
 
 # At the end of a run, wandb's service has this long to send what remains.
 FINISH_TIMEOUT_S = 60

@@ -17,8 +17,7 @@ from wordrun.track import metrics_jsonl as run_metrics
 from wordrun.track.metrics_jsonl import Metrics
 from wordrun.track.plots import color_of, draw, overlay
 from wordrun.track.report import facts
-from wordrun.track.run_json import RunRecord, load
-from wordrun.track.run_state import state_of
+from wordrun.track.run_json import RunRecord, load, state_of
 
 NAME = "report.html"
 WIDTH = 90

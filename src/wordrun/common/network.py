@@ -1,4 +1,4 @@
-"""Host names that resolve to a loopback address (Debian's ``127.0.1.1``), and the interface to use instead."""
+"""Addresses, interfaces and ports at which ranks meet; a host name may resolve to a loopback address, 127.0.1.1."""
 
 from __future__ import annotations
 
@@ -61,3 +61,12 @@ def interface_for_gloo(others: Iterable[str]) -> str:
         return ""
     own = address_towards(others)
     return interface_of(own) if own else ""
+
+
+# Below the ephemeral ports of outgoing connections (Linux: from 32768).
+PORTS = range(10000, 30000)
+
+
+def port_of(seed: bytes) -> int:
+    """Return a port determined by ``seed``, at least four bytes."""
+    return PORTS[int.from_bytes(seed[:4], "little") % len(PORTS)]
