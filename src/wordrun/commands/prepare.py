@@ -27,7 +27,6 @@ from wordrun.config.compose import compose
 from wordrun.config.schema import Config
 from wordrun.data import contents, manifest, manifest as manifests, prepared
 from wordrun.data.options import ANSWERED, TextConfig
-from wordrun.data.order import Sequences
 from wordrun.data.prepare import fingerprint, lock, run, writer
 from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import Tokens, examine, plain
@@ -252,6 +251,8 @@ def _longest(folder: Path, found: list[tuple[int, manifests.Entry, int]], tokeni
 
 
 def _sequences(folder: Path, manifest: manifests.Manifest, cfg: Config, tokenizer: Tokenizer) -> Table:
+    from wordrun.data.order import Sequences  # imports torch, which preparing data should not wait for
+
     title = f"first training sequences with model.block_size={cfg.text_model.block_size} train.seed={cfg.train.seed}"
     table = Table("index", "position", "text", title=title, title_justify="left")
     tokens = manifests.split(folder, manifest, "train", examine=False)
