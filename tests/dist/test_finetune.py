@@ -109,8 +109,8 @@ def test_lora(ranks: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train.backend=TP"], "adapters are not split over tensor-parallel ranks or pipeline stages"),
-        (["train.backend=PP"], "adapters are not split over tensor-parallel ranks or pipeline stages"),
+        (["train.backend=TP"], "adapters are not split across tensor-parallel ranks or pipeline stages"),
+        (["train.backend=PP"], "adapters are not split across tensor-parallel ranks or pipeline stages"),
         (["train.init_from=null"], "model.lora_rank=4 needs pretrained weights for its adapters: set train.init_from"),
         (["model.lora_targets=[attention.qkv]"], "has no attention.qkv; its layers are attention.q, attention.k"),
     ],

@@ -359,7 +359,7 @@ for backend in ("TP", "PP"):
         print(error)
 """
     refused = command(sys.executable, "-c", text, *SMALL).stdout
-    for what in ("its matrices can be divided", "its layers can be divided into stages"):
-        assert refused.count(f"model=net does not say how {what}") == 1
+    for what in ("its matrices can be split across", "its layers can be split into stages"):
+        assert refused.count(f"model=net does not declare how {what}") == 1
     shown = command(sys.executable, "-m", "wordrun", "plan", "model=net", "data=digits")
     assert shown.stderr.startswith("no estimate for model=net"), shown.stdout + shown.stderr

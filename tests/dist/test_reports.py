@@ -58,7 +58,7 @@ def test_ranks_learn_what_one_process_learns(name: str, home: Path) -> None:
 
 
 def test_expert_bias_under_tensor_parallelism_is_rejected() -> None:
-    with pytest.raises(fuzz.ConfigError, match=r"backend\.tp=2 .* does not say how its matrices can be divided"):
+    with pytest.raises(fuzz.ConfigError, match=r"backend\.tp=2 .* does not declare how its matrices can be split"):
         fuzz.check(fuzz.config(EXPERTS | TP | {"train.chunked_loss": False}), 2)
 
 

@@ -421,7 +421,7 @@ def test_sbatch_that_refuses(cluster: Cluster) -> None:
     words = ("--walltime", "0:05:00", "--queue", "nowhere", "--scheduler", "slurm", "true")
     got = cluster.run("launch", "--submit", *words)
     assert got.returncode == 2
-    assert "refused the job" in got.stderr
+    assert "rejected the job" in got.stderr
     assert "invalid partition" in got.stderr
 
 

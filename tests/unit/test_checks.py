@@ -70,7 +70,7 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
         ),
         (["train.backend=FSDP", "backend.cp_attention=ring"], 4, "backend.cp_attention=ring was removed: use auto"),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
-        (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be divided"),
+        (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be split"),
         (
             ["train.backend=deepspeed", "backend.stage=3", "train.chunked_loss=true"],
             2,

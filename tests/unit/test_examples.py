@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_divided_is_refused(backend: str, option: str) ->
     with pytest.raises(ConfigError) as refused:
         check(cfg, 8, 2)
     assert option in str(refused.value)
-    assert "model=convnet does not say how" in str(refused.value)
+    assert "model=convnet does not declare how" in str(refused.value)
 
 
 def test_the_order_visits_every_example_once_in_an_epoch_and_augments_by_index() -> None:

@@ -98,11 +98,14 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["train.float8=fp8"], r"train\.float8=fp8 should be one of none, tensorwise, rowwise"),
         (["train.float8=rowwise", "train.dtype=fp16"], r"not from train\.dtype=fp16: use train\.dtype=bf16"),
-        (["train.float8=rowwise", "train.backend=PP"], r"not for train\.backend=PP: use train\.backend=FSDP or DDP"),
-        (["train.float8=rowwise", "train.backend=TP", "backend.tp=2"], r"not for train\.backend=TP"),
-        (["train.float8=rowwise", "train.backend=diloco"], r"not for train\.backend=diloco"),
-        (["train.float8=rowwise", "model.lora_rank=4"], "LoRA has products of another kind"),
-        (["train.float8=rowwise", "model=moe_debug"], "experts are products of another kind"),
+        (
+            ["train.float8=rowwise", "train.backend=PP"],
+            r"which train\.backend=PP lacks: use train\.backend=FSDP or DDP",
+        ),
+        (["train.float8=rowwise", "train.backend=TP", "backend.tp=2"], r"which train\.backend=TP"),
+        (["train.float8=rowwise", "train.backend=diloco"], r"which train\.backend=diloco"),
+        (["train.float8=rowwise", "model.lora_rank=4"], "LoRA has other matrix products"),
+        (["train.float8=rowwise", "model=moe_debug"], "experts have other matrix products"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(words: list[str], says: str) -> None:
@@ -118,6 +121,6 @@ def test_the_plan_knows_which_devices_have_it() -> None:
     assert any(name.startswith("DDP") for name in fits)
     assert any(name.startswith("FSDP") for name in fits)
     assert not [name for name in fits if name.startswith(("TP", "PP", "DeepSpeed"))]
-    assert any("train.float8=tensorwise is for layers" in reason for reason in refused.values())
+    assert any("train.float8=tensorwise needs whole layers" in reason for reason in refused.values())
     with pytest.raises(ConfigError, match=r"GPU of the Ada or Hopper generation or later, which plan\.device=a100-40"):
         plan_cli.plan([*words, "plan.device=a100-40"])

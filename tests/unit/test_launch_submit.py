@@ -468,8 +468,8 @@ INVALID_OVERRIDE = [
         f"{SCALING}, {SMALL}",
     ),
     ("-n 12", "1 node (for -n 12): aurora's default queue prod takes 256 to 10624 nodes", "debug (1 to 2 nodes,"),
-    ("-N 1 --queue debug --chain 2", "--chain 2: aurora's queue debug takes 1 job of a user at a time", SMALL),
-    ("-N 2 --queue capacity --chain 6", "--chain 6: aurora's queue capacity takes 5 jobs of a user at a time", ""),
+    ("-N 1 --queue debug --chain 2", "--chain 2: aurora's queue debug accepts 1 job per user at a time", SMALL),
+    ("-N 2 --queue capacity --chain 6", "--chain 6: aurora's queue capacity accepts 5 jobs per user at a time", ""),
 ]
 
 
@@ -478,7 +478,7 @@ def test_refusals_name_queues_that_take_the_job(words: str, says: str, others: s
     with pytest.raises(ConfigError) as caught:
         written("aurora", "--walltime", "1:00:00", "--account", "X", *words.split())
     assert str(caught.value).startswith(says)
-    assert (f"; a queue that takes it: {others}" if others else "; submit the next when") in str(caught.value)
+    assert (f"; a queue that accepts it: {others}" if others else "; submit the next when") in str(caught.value)
 
 
 @pytest.mark.parametrize("words", ["-N 64 --walltime 24:00:00 --queue debug", "-N 64 --walltime 24:00:00"])
@@ -487,7 +487,7 @@ def test_perlmutters_debug_queue_is_for_short_jobs_of_few_nodes(words: str) -> N
         written("perlmutter", "--account", "X", *words.split())
     nodes, hours = str(caught.value).splitlines()
     assert re.fullmatch("-N 64: perlmutter's (default )?queue debug takes 1 to 8 nodes", nodes)
-    assert re.search(r"ends jobs after 0.5 h; a queue that takes it: regular \(up to 48 h\), preempt", hours)
+    assert re.search(r"ends jobs after 0.5 h; a queue that accepts it: regular \(up to 48 h\), preempt", hours)
 
 
 def test_a_queue_that_the_file_does_not_list_is_a_warning() -> None:
@@ -514,7 +514,7 @@ def test_points_are_counted_before_the_first_is_submitted() -> None:
     known = site_files.find("aurora", "", {"HOME": "/nobody"})[0]
     options = parse(["--submit", "--walltime", "1:00:00", "--queue", "capacity", "--chain", "2", "true"])
     limits.check_points(options, known, 2, "")
-    with pytest.raises(ConfigError, match=r"3 jobs with --chain 2: aurora's queue capacity takes 5 jobs .*; fewer"):
+    with pytest.raises(ConfigError, match=r"3 jobs with --chain 2: aurora's queue capacity accepts 5 jobs .*; fewer"):
         limits.check_points(options, known, 3, "fewer")
 
 
@@ -590,7 +590,9 @@ def test_a_chain_of_pbs_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_scheduler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "qsub", "echo 'qsub: no such project' >&2; exit 9")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(SubmitError, match=r"(?s)qsub job.sh refused the job \(exit status 9\):\nqsub: no such project"):
+    with pytest.raises(
+        SubmitError, match=r"(?s)qsub job.sh rejected the job \(exit status 9\):\nqsub: no such project"
+    ):
         submit(SCHEDULERS["pbs"], "job.sh", 1, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     words = [
         LAUNCH,

@@ -252,8 +252,8 @@ def with_schedule(cfg: Any, named: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (both, ConfigError, " should return one torch optimizer, not list; a schedule is a part of its own"),
-        (with_schedule, ConfigError, " should return one torch optimizer, not tuple; a schedule is a part of its own"),
+        (both, ConfigError, " should return one torch optimizer, not list; a schedule is a separate part"),
+        (with_schedule, ConfigError, " should return one torch optimizer, not tuple; a schedule is a separate part"),
         (torch.optim.LBFGS, ConfigError, ": LBFGS.step needs a closure, and steps with closures are not supported: "),
         (Listing, StateError, " keeps history of body.weight as list, which a checkpoint cannot hold: keep a tensor"),
         (Packing, StateError, " keeps history of body.weight as Packed, a kind of tensor that a checkpoint cannot "),

@@ -246,7 +246,7 @@ def test_pairs_that_lose_their_answer_are_left_out_and_counted(caplog: pytest.Lo
     assert (order.batch(0, 5).targets != IGNORED).any(1).all()
     assert caplog.messages[-1] == (
         "model.block_size=32: 6 of the 10 pairs for train are too long: 2 lose the end of the answer, and 4, which are "
-        "left out, all of it (data.too_long=truncate; the longest prompt has 41 tokens)"
+        "skipped, all of it (data.too_long=truncate; the longest prompt has 41 tokens)"
     )
 
 

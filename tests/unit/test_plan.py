@@ -117,7 +117,7 @@ def test_the_plan_divides_sequences_if_nothing_else_fits() -> None:
     assert found.advice.best is not None
     assert found.advice.best.strategy.name == "FSDP, cp"
     assert found.advice.best.strategy.layout.cp == 2
-    assert "context parallelism divides each sequence of 131,072 tokens over 2 ranks" in " ".join(found.advice.why)
+    assert "context parallelism splits each sequence of 131,072 tokens over 2 ranks" in " ".join(found.advice.why)
     assert "backend.cp=2" in found.command
     assert "FSDP, cp" not in [row.strategy.name for row in plan(long).rows if isinstance(row, Estimate)]
 

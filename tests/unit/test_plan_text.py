@@ -225,12 +225,12 @@ def test_sentences(words: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("fits", "tried", "sentence"),
     [
-        ("PP", ["DDP", LIKE_ZERO_3], "Sharding is not enough, so a pipeline divides the blocks among the ranks."),
-        ("PP", ["DDP"], "No layout that keeps the blocks together suits the run, so a pipeline divides the blocks"),
+        ("PP", ["DDP", LIKE_ZERO_3], "Sharding is not enough, so a pipeline splits the blocks across the ranks."),
+        ("PP", ["DDP"], "No layout that keeps the blocks together suits the run, so a pipeline splits the blocks"),
         (
             "3D",
             ["DDP", LIKE_ZERO_3],
-            "so tensor parallelism splits each layer across a node's ranks, and a pipeline divides the blocks.",
+            "so tensor parallelism splits each layer across a node's ranks, and a pipeline splits the blocks.",
         ),
         (
             "DeepSpeed ZeRO-3, offload",

@@ -143,7 +143,7 @@ def test_a_run_goes_on_whatever_its_record_says(how: str, copy: Path, goes_on: C
     }.get(how, "run.json cannot be read, and is now run.json.broken")
     # UTF-16 can be read.
     assert said.count(problem) == (how != "UTF-16")
-    assert said.count("what it says of earlier launches is from the checkpoint of step 6") == (how != "UTF-16")
+    assert said.count("its record of earlier launches is restored from the checkpoint of step 6") == (how != "UTF-16")
     assert [part["steps"] for part in earlier] == [6]
     kept = {"missing": [], "UTF-16": []}.get(how, ["run.json.broken"])
     assert [file.name for file in copy.glob("run.json.*")] == kept
@@ -180,7 +180,7 @@ def test_bad_bytes_stay_where_they_are_and_only_their_lines_are_lost(
         with (copy / name).open("ab") as file:
             file.write(b"caf\xe9\n")
     said = goes_on(copy)
-    assert f"metrics.jsonl: 1 of its {len(spoilt)} lines cannot be read and are left out; the original is" in said
+    assert f"metrics.jsonl: 1 of its {len(spoilt)} lines cannot be read and are skipped; the original is" in said
     assert "lacks 1 of the 8 lines up to step 6: the longest gap is from step 2 to 4" in said
     assert (copy / "metrics.jsonl.broken").read_bytes() == b"".join(spoilt)
     expected = losses(whole)
@@ -206,7 +206,7 @@ def test_without_checkpoints_a_broken_record_starts_over(small: Words, copy: Pat
     train(small(*SAVING, "train.max_iters=9", "train.resume=auto"), copy)
     assert losses(copy) == losses(whole)
     said = capfd.readouterr().out
-    assert "what it said of earlier launches is lost" in said
+    assert "its record of earlier launches is lost" in said
     assert "starting over at step 0, because no checkpoint is on disk" in said
 
 
@@ -323,7 +323,9 @@ def test_a_run_whose_directory_is_removed_says_so(
         if how == "made again":
             folder.mkdir()
 
-    with pytest.raises(UserError, match=f"the directory {folder} of this run was removed, moved or cut off") as found:
+    with pytest.raises(
+        UserError, match=f"the directory {folder} of this run was removed, moved or became unreachable"
+    ) as found:
         train(small(*SAVING, "train.max_iters=9", f"train.checkpoint_interval={interval}"), folder, Act(4, remove))
     assert found.value.exit_status == 1
     said = capfd.readouterr()

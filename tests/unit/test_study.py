@@ -310,7 +310,7 @@ def test_a_job_that_has_ended_without_a_result_has_failed(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("_sbatch")
 def test_more_points_than_a_queue_takes_are_refused_before_the_first_is_submitted(tmp_path: Path) -> None:
     launch = "--launch=--site aurora --queue debug --walltime 0:10:00 --account A -N 1 --no-freeze"
-    with pytest.raises(ConfigError, match=r"2 jobs: aurora's queue debug takes 1 job of a user .* as one job: launch"):
+    with pytest.raises(ConfigError, match=r"2 jobs: aurora's queue debug accepts 1 job per user .* as one job: launch"):
         submit(launch, points=[replace(A, launch=()), replace(B, launch=())])
     assert not (tmp_path / "outputs").exists()
 

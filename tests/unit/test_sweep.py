@@ -316,7 +316,7 @@ def test_more_points_than_a_queue_takes_are_refused_before_the_first_is_submitte
     command: list[str], tmp_path: Path
 ) -> None:
     options = {"np": 2, "submit": True, "walltime": "0:10:00", "queue": "debug", "args": "--site aurora --account A"}
-    with pytest.raises(ConfigError, match=r"2 jobs: aurora's queue debug takes 1 job .*points_per_job=N"):
+    with pytest.raises(ConfigError, match=r"2 jobs: aurora's queue debug accepts 1 job .*points_per_job=N"):
         sweep(command, "1", "2", **options)
     assert not (tmp_path / "outputs").exists()
 

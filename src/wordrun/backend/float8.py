@@ -71,6 +71,6 @@ def torchao(module: str) -> Any:
         return importlib.import_module(f"torchao.{module}")
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"train.float8 needs a torchao that fits torch {torch.__version__} ({error}): pip install "
+            f"train.float8 needs a torchao compatible with torch {torch.__version__} ({error}): pip install "
             "'wordrun[float8]', or 'torchao<0.14' for torch 2.8"
         ) from None

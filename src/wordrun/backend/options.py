@@ -65,8 +65,8 @@ class BackendConfig(Section):
         if at.shards % ep:
             fits = " or ".join(str(n) for n in range(1, at.shards + 1) if at.shards % n == 0)
             raise ConfigError(
-                f"backend.ep={ep} does not divide the {at.shards} ranks of backend.shard x backend.cp, among which "
-                f"experts are divided: use backend.ep={fits}"
+                f"backend.ep={ep} does not divide the {at.shards} ranks of backend.shard x backend.cp, across which "
+                f"experts are split: use backend.ep={fits}"
             )
         return replace(at, ep=ep)
 
@@ -87,7 +87,7 @@ class BackendConfig(Section):
 
     @property
     def experts_over(self) -> int:
-        """Number of ranks among which the experts of a mixture are divided."""
+        """Number of ranks across which the experts of a mixture are split."""
         return 1
 
     @property
@@ -197,13 +197,13 @@ class FSDPConfig(BackendConfig):
     shard: int = -1
     """Number of ranks across which each replica is sharded; -1: all remaining ranks."""
     cp: int = 1
-    """Context-parallel ranks: the number over which each sequence is divided, for sequences that are too long for one
+    """Context-parallel ranks: the number across which each sequence is split, for sequences that are too long for one
     rank's memory; -1: all remaining ranks."""
     cp_attention: str = "auto"
     """How context-parallel ranks compute attention: heads (each gets whole sequences of some heads) or gather (each
     gathers keys and values); auto: heads if their number allows it, or gather."""
     ep: int = 1
-    """Expert-parallel ranks: the number over which the experts of a mixture are divided; part of shard x cp."""
+    """Expert-parallel ranks: the number across which the experts of a mixture are split; part of shard x cp."""
     tp: int | None = 1
     """Tensor-parallel ranks, all within a node; null: all ranks of a node."""
     reshard_after_forward: bool = True
@@ -222,7 +222,7 @@ class FSDPConfig(BackendConfig):
             return
         if self.cpu_offload and at.shards == 1:
             yield (
-                "backend.cpu_offload=true moves shards to the host, and with backend.shard=1 there are none: "
+                "backend.cpu_offload=true moves shards to host memory, but with backend.shard=1 nothing is sharded: "
                 "use backend.shard=-1 backend.replicate=1, or backend.cpu_offload=false"
             )
         if at.size == 1:
@@ -239,7 +239,7 @@ class FSDPConfig(BackendConfig):
     def problems(self) -> Iterable[str]:
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
         if self.cp_attention == "ring":
-            yield "backend.cp_attention=ring was removed: use auto, that is heads if their number allows it, or gather"
+            yield "backend.cp_attention=ring was removed: use auto (heads if their number allows it, else gather)"
         else:
             yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather"])
         yield from not_negative("backend", self, "prefetch")

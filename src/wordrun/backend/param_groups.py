@@ -78,7 +78,7 @@ def require_optimizer(found: Any, part: str) -> None:
     """Raise a ConfigError unless what the code of ``part`` returned is one optimizer that needs no closure."""
     if not hasattr(found, "param_groups"):
         raise ConfigError(
-            f"{part} should return one torch optimizer, not {type(found).__name__}; a schedule is a part of its own",
+            f"{part} should return one torch optimizer, not {type(found).__name__}; a schedule is a separate part",
             page="extend/optimizer.md#an-optimizer",
         )
     needed = [p for p in inspect.signature(found.step).parameters.values() if p.default is p.empty and p.kind < 2]

@@ -74,7 +74,7 @@ class Unused:
             raise UnusedError(self.options, names, self._remedy)
         if names:
             LOGGER.warning(
-                "%s: %s got no gradient in step %d, and a step does not change such parameters: remove them, or freeze "
+                "%s: %s got no gradient in step %d, which leaves them unchanged: remove them, or freeze "
                 "them (requires_grad=False); with several ranks, train.backend=DDP needs %s for them",
                 part_of("model", self.options),
                 _listed(names),

@@ -169,7 +169,7 @@ def _divided(name: str, facts: Mapping[str, Any], shape: tuple[int, ...]) -> Div
         or last >= MAX_RANKS
         or any(cut.dim >= len(shape) or cut.shards < 1 or cut.stride < 1 for cut in cuts)
     ):
-        raise ValueError(f"the division of {name} into shards is invalid: {facts['cuts']!r:.60}")
+        raise ValueError(f"the sharding of {name} is invalid: {facts['cuts']!r:.60}")
     return Divided(Sharding(padded, tuple(cuts)), first)
 
 

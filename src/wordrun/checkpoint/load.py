@@ -109,7 +109,7 @@ class Saved:
                 return weights
         except UserError as error:
             raise UserError(f"{remedy} ({error})") from None
-        raise UserError(f"{remedy} (it has other weights now)")
+        raise UserError(f"{remedy} (its weights have changed)")
 
     def transformer(self) -> Transformer:
         """Return ``meta_model`` of a run on text.

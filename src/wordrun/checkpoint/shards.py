@@ -106,10 +106,10 @@ def to_write(
         held = sum(layout.index(rank, axis) * layout.stride(axis) for axis in alike)
         if writer == held:
             at = sharding.box(rank).within(shard.shape)
-            assert shard.data.shape == at.shape, f"{name} is divided differently: {shard.data.shape}, not {at.shape}"
+            assert shard.data.shape == at.shape, f"{name} is sharded differently: {shard.data.shape}, not {at.shape}"
             # If there are more ranks than rows, some ranks have none.
             if shard.data.numel() or not tensor.numel():
-                assert shard.offset == at.offset, f"{name} is divided differently: {shard.offset}, not {at.offset}"
+                assert shard.offset == at.offset, f"{name} is sharded differently: {shard.offset}, not {at.offset}"
                 share.shards.append(shard)
     return share
 

@@ -77,7 +77,7 @@ def gone(run_dir: Path) -> str:
             return ""
         except OSError as error:
             reason = why(error)
-    return f"the directory {run_dir} of this run was removed, moved or cut off ({reason}): the run ends"
+    return f"the directory {run_dir} of this run was removed, moved or became unreachable ({reason}): the run ends"
 
 
 def checkpoints_in(run_dir: Path) -> list[tuple[int, Path]]:

@@ -27,8 +27,8 @@ class Freezable:
         """
         if self._is_frozen:
             raise AttributeError(
-                f"{type(self).__name__}.{name} cannot be changed to {value!r}: these options are settled, because the "
-                "run has been built with them; change those that are passed to the trainer"
+                f"{type(self).__name__}.{name} cannot be changed to {value!r}: the run has already been built with "
+                "these options; change the config before you pass it to the trainer"
             )
         super().__setattr__(name, value)
 

@@ -151,7 +151,7 @@ def _run_to_continue(composed: DictConfig) -> str | None:
         return None
     if str(source).lower() == "true":
         raise ConfigError(
-            "train.resume=true does not say what to resume: use train.resume=outputs/latest for the newest run, or "
+            "train.resume=true does not name a run: use train.resume=outputs/latest for the newest run, or "
             "train.resume=auto for the newest checkpoint in hydra.run.dir"
         )
     try:

@@ -153,18 +153,19 @@ def _check_layout(cfg: Config, at: Layout) -> Iterator[str]:
     missing = [axis for axis, is_wanted in wanted.items() if is_wanted and axis not in cfg.model.divides]
     for axis in missing:
         what = {
-            "cp": "its sequences can be divided among",
-            "tp": "its matrices can be divided among",
-            "pp": "its layers can be divided into stages for",
-            "ep": "experts can be divided among",
+            "cp": "its sequences can be split across",
+            "tp": "its matrices can be split across",
+            "pp": "its layers can be split into stages for",
+            "ep": "its experts can be split across",
         }[axis]
         yield (
             f"backend.{axis}={getattr(at, axis)} (train.backend={cfg.train.backend}): model={cfg.model.name} does not "
-            f"say how {what} ranks: use train.backend=DDP or FSDP{', with backend.ep' * ('ep' in cfg.model.divides)}"
+            f"declare how {what} ranks: use train.backend=DDP or "
+            f"FSDP{', with backend.ep' * ('ep' in cfg.model.divides)}"
         )
     if cfg.lora_rank and (at.tp > 1 or at.pp > 1):
         yield (
-            f"model.lora_rank={cfg.lora_rank}: adapters are not split over tensor-parallel ranks or pipeline "
+            f"model.lora_rank={cfg.lora_rank}: adapters are not split across tensor-parallel ranks or pipeline "
             "stages: use train.backend=DDP, or FSDP if the model does not fit"
         )
     if isinstance(cfg.model, MoEConfig):
@@ -360,9 +361,9 @@ def _check_float8(cfg: Config) -> Iterator[str]:
         yield f"{float8} casts from bf16, not from train.dtype={cfg.train.dtype}: use train.dtype=bf16"
     if not cfg.backend.whole_layers:
         yield (
-            f"{float8} is for layers that a rank computes whole, with wordrun's own engines, not for "
-            f"train.backend={cfg.train.backend}: use train.backend=FSDP or DDP"
+            f"{float8} needs whole layers on each rank and one of wordrun's own engines, which "
+            f"train.backend={cfg.train.backend} lacks: use train.backend=FSDP or DDP"
         )
     if "ep" in cfg.model.divides or cfg.lora_rank:
-        what = "LoRA has" if cfg.lora_rank else "experts are"
-        yield f"{float8} is for linear layers, and {what} products of another kind: use train.float8=none"
+        what = "LoRA has" if cfg.lora_rank else "experts have"
+        yield f"{float8} supports only linear layers, and {what} other matrix products: use train.float8=none"

@@ -186,7 +186,7 @@ def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
     if known and schema not in known:
         raise UserError(
             f"the config has {section}={schema}, which is not registered here{nearest(schema, known)}: use a version "
-            "of wordrun that has it, or, for a part of your own, run in its project's folder or install its package"
+            "of wordrun that has it, or, for your own part, run in its project's folder or install its package"
         )
     cls = known[schema].options if known else None
     unknown = set(values) - {f.name for f in fields(cls)} if cls else {"*"}

@@ -111,8 +111,8 @@ class ChatTemplate:
         if not text.startswith(prefix):
             last = "what precedes an assistant's turn" if ask else "an assistant's turn"
             raise TemplateRefusalError(
-                f"the template writes {last} differently if the conversation goes on, so that it is unknown which text "
-                "has a loss: mark it with {% generation %} in data.template=FILE"
+                f"the template formats {last} differently when the conversation continues, so the text "
+                "with a loss is unknown: mark it with {% generation %} in data.template=FILE"
             )
         return prefix
 

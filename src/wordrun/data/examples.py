@@ -130,8 +130,8 @@ class Reader:
         if missing:
             raise ConfigError(
                 f"the {self.what} is of class {type(self.dataset).__name__}, which has no {' and no '.join(missing)}: "
-                "a dataset needs __len__ and __getitem__(index), because a run reads its examples by index, in an "
-                "order of its own",
+                "a dataset needs __len__ and __getitem__(index), because a run reads its examples by index, in its "
+                "own order",
                 page="tasks.md#your-own-examples",
             )
 

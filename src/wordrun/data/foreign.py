@@ -113,7 +113,7 @@ class _PlainValues(pickle.Unpickler):
         Raises:
             UnpicklingError: always.
         """
-        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is no plain value")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not a plain value")
 
 
 def _of_meta(path: Path) -> CharTokenizer:
@@ -125,7 +125,7 @@ def _of_meta(path: Path) -> CharTokenizer:
             listed = _PlainValues(file).load()["itos"]
         characters = [listed[number] for number in range(len(listed))]
         if not all(isinstance(each, str) and len(each) == 1 for each in characters) or len({*characters}) < len(listed):
-            raise ValueError("its itos is no list of characters")
+            raise ValueError("its itos is not a list of characters")
     except Exception as error:  # the file may be anything
         raise ConfigError(
             f"{path} is not the vocabulary of characters that nanoGPT saves ({type(error).__name__}: "

@@ -153,7 +153,7 @@ class TextConfig(DataConfig):
             rows = "prompts and answers" if self.kind == "pairs" else "conversations"
             yield f"data={self.name} needs data.path=FILE, a .jsonl file of {rows}"
         if self.align:
-            yield f"data.align=true has no effect on {self.kind}, which are never divided over sequences: omit it"
+            yield f"data.align=true has no effect on {self.kind}, which are never split across sequences: omit it"
 
     def _pairs_problems(self) -> Iterable[str]:
         try:

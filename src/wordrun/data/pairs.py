@@ -66,7 +66,7 @@ class PairSequences:
             kept[too_long] = False
             needed = int(self._lengths[too_long].min(initial=0))
             found = f"the longest has {self._lengths.max():,} tokens"
-            remedy, counts = ", or use data.too_long=truncate", f"all {len(too_long)} are left out"
+            remedy, counts = ", or use data.too_long=truncate", f"all {len(too_long)} are skipped"
         else:
             prompts = [0]
             for number in too_long.tolist():
@@ -76,7 +76,7 @@ class PairSequences:
                 kept[number] = prompts[-1] <= self.block_size
             cut, needed = int((~kept).sum()), max(prompts) + 1
             found, remedy = f"the longest prompt has {max(prompts):,} tokens", ", or shorten the prompts"
-            counts = f"{len(too_long) - cut} lose the end of the answer, and {cut}, which are left out, all of it"
+            counts = f"{len(too_long) - cut} lose the end of the answer, and {cut}, which are skipped, all of it"
         if not kept.any():
             raise ConfigError(
                 f"{block} leaves no answer of any {of}: {found}. Raise model.block_size to {needed:,} or more{remedy}",

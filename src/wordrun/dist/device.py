@@ -39,11 +39,11 @@ def choose_device(kind: str, world: World) -> torch.device:
         kind = have
         counted = os.environ.get(COUNTED, "")
         if have == "cpu" and counted and (by := hidden(os.environ)):
-            LOGGER.warning("%s hides the devices of %s (launch counted %s): on the CPU", by, world.host, counted)
+            LOGGER.warning("%s hides the devices of %s (launch counted %s): using the CPU", by, world.host, counted)
         elif have == "cpu" and counted:
             raise WorldError(
                 f"launch counted devices: {counted}, but {torch_build()} finds none on {world.host}: install a torch "
-                "built for the device, or load the site's module (launch --doctor says more); to use the CPU, "
+                "built for the device, or load the site's module (details: launch --doctor); to use the CPU, "
                 "train.device=cpu",
                 page="install.md#clusters",
             )

@@ -162,7 +162,7 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
     address, port = meeting_point(world, os.environ)
     if not address or not port or not port.isdigit() or not 0 < int(port) < 65536:
         raise WorldError(
-            f"{world.size} ranks ({world.source}) cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: "
+            f"{world.size} ranks ({world.source}) cannot connect at MASTER_ADDR={address} MASTER_PORT={port}: "
             "start them with `launch`, which sets both, or torchrun with --standalone or a --master-port",
             page="how_launch_works.md#who-can-connect",
         )
@@ -178,7 +178,7 @@ def _store_over_env(world: World, timeout: timedelta) -> Any:
         store, _, _ = next(rendezvous("env://", rank=world.rank, world_size=world.size, timeout=timeout))
     except Exception as error:
         raise WorldError(
-            f"rank {world.rank} of {world.size} ({world.launcher}) cannot meet the others at "
+            f"rank {world.rank} of {world.size} ({world.launcher}) cannot connect to the other ranks at "
             f"{address}:{port}: {first_line(error)}. Leave MASTER_PORT unset and `launch` finds a free one.",
             page="how_launch_works.md#who-can-connect",
         ) from error

@@ -68,7 +68,7 @@ def of_first(hosts: Sequence[str], site: Site, here: str) -> tuple[str, str, str
     if is_loopback(numeric) and others and not all(is_loopback(resolve(host)) for host in others):
         if own := address_towards(others):
             return own, f"{why}: {master} resolves to {numeric}, which other hosts cannot reach", ""
-        line = f"mend the line of /etc/hosts on {hosts[0]} that begins with {numeric} and names {master}"
+        line = f"fix the line of /etc/hosts on {hosts[0]} that begins with {numeric} and names {master}"
         return (
             master,
             why,
@@ -137,7 +137,7 @@ def usable_port(text: str) -> int:
         raise ConfigError(f"--env MASTER_PORT={text}: a port is a number from 1 to 65535")
     if not is_free(int(text)):
         taken = f"port {text} (--env MASTER_PORT) is in use by another process, or reserved"
-        raise ConfigError(f"{taken}; leave MASTER_PORT out, and launch finds a free one")
+        raise ConfigError(f"{taken}; omit MASTER_PORT, and launch finds a free one")
     return int(text)
 
 

@@ -141,17 +141,17 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         yield "GLOO_SOCKET_IFNAME", (interface, "this host's name resolves to a loopback address")
     if request.ranks.np > 1 and launcher.in_between:
         for name in (name for name in FINALIZE if name not in env):
-            yield name, (FINALIZE[name], "a rank that fails ends, rather than wait for the others in MPI_Finalize")
+            yield name, (FINALIZE[name], "a failed rank ends instead of waiting for the others in MPI_Finalize")
     if request.ranks.np > 1 and not request.devices and "ACCELERATE_USE_CPU" not in env:
         yield (
             "ACCELERATE_USE_CPU",
-            ("true", "no devices: without it, each rank of an Accelerate program would train by itself"),
+            ("true", "no devices: without it, each rank of an Accelerate program would train separately"),
         )
     lightning = {"DEVICES": request.ranks.layout[0], "NUM_NODES": request.ranks.nodes}
     given = any(f"PL_TRAINER_{name}" in env for name in lightning)
     if request.ranks.np > 1 and not request.devices and len({*request.ranks.layout}) == 1 and not given:
         for name, value in lightning.items():
-            why = "no devices: a Trainer of Lightning that leaves it out would train by itself on each rank"
+            why = "no devices: a Lightning Trainer without it would train separately on each rank"
             yield f"PL_TRAINER_{name}", (str(value), why)
     if decided.terminal and (launcher.in_between or watched):
         yield "WORDRUN_TERMINAL", (decided.terminal, "ranks cannot see the terminal that launch writes to")

@@ -105,7 +105,7 @@ def too_many(options: Options, site: Site, points: int = 1) -> str:
     nodes, hours = nodes_of_job(options, site), _hours(options)
     able = [name for name, queue in site.queues.items() if queue.get("jobs", wanted) >= wanted]
     others = _others(site, able, nodes, hours)
-    takes = f"takes {limit} job{'s' * (limit > 1)} of a user at a time, waiting and running"
+    takes = f"accepts {limit} job{'s' * (limit > 1)} per user at a time, queued or running"
     return f"{asked}: {_named(options, site)} {takes}{others or '; submit the next when one has ended'}"
 
 
@@ -146,7 +146,7 @@ def _others(site: Site, names: Iterable[str], nodes: int, hours: float) -> str:
     able = [name for name in names if _fits(site.queues[name], nodes, hours)]
     limits = ((name, _in_words(site.queues[name])) for name in able[:MOST_NAMED])
     described = ", ".join(f"{name} ({words})" if words else name for name, words in limits)
-    return f"; a queue that takes it: {described}" if able else ""
+    return f"; a queue that accepts it: {described}" if able else ""
 
 
 def _named(options: Options, site: Site) -> str:
@@ -195,6 +195,6 @@ def _part_of_a_node(options: Options, site: Site, scheduler: Scheduler) -> list[
         if has is not None and asked > has:
             found.append(f"{name} {asked}: a node of {site.name} has {has or 'no'} {what}")
         elif fixed:
-            remedy = f"leave {name} out, or change it in a file of your own (--site FILE)"
+            remedy = f"leave {name} out, or change it in your own site file (--site FILE)"
             found.append(f"{name} {asked}: the file of {site.name} says {fixed}; {remedy}")
     return found

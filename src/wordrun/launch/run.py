@@ -50,7 +50,7 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None =
             os.mkdir(status_dir, 0o700)
             leftovers.claim(status_dir)
         except OSError as error:
-            remedy = "point TMPDIR to a folder of yours" if plan.job.is_local else "launch from a folder of yours"
+            remedy = f"{'point TMPDIR to' if plan.job.is_local else 'launch from'} a folder that you can write to"
             raise ConfigError(f"cannot create {status_dir}: {why(error)}; {remedy}") from None
     failure = ""
     leftovers.clear(os.path.dirname(plan.decided.status_dir))
@@ -170,7 +170,8 @@ def _write_files(plan: LaunchPlan) -> None:
             with open(path, "w") as file:
                 file.write(text)
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {why(error)}; set XDG_STATE_HOME to a folder of yours") from None
+            remedy = "set XDG_STATE_HOME to a folder that you can write to"
+            raise ConfigError(f"cannot write {path}: {why(error)}; {remedy}") from None
 
 
 def _begin_record(plan: LaunchPlan) -> tuple[Record | None, dict[str, str]]:

@@ -78,7 +78,7 @@ def submit(scheduler: Scheduler, path: str, chain: int, env: Mapping[str, str]) 
             raise SubmitError(f"cannot run {words[0]}: {error.strerror}; the script is {path}") from None
         if done.returncode:
             so_far = f"; submitted before it: {' '.join(jobs)}" if jobs else ""
-            refused = f"{shlex.join(words)} refused the job (exit status {done.returncode}{so_far})"
+            refused = f"{shlex.join(words)} rejected the job (exit status {done.returncode}{so_far})"
             raise SubmitError(f"{refused}:\n{(done.stderr or done.stdout).strip()}")
         jobs.append(scheduler.job_id(done.stdout))
     return jobs

@@ -404,7 +404,7 @@ class Supervisor:
             return
         answers = self.runs_wordrun or self.plan.options.hang is not None
         shown = [processes.spy(rank) for rank in ([] if answers else self.ranks_here())]
-        others = "programs that do not use wordrun answer under launch --hang, or py-spy shows them: wordrun[hang]"
+        others = "programs without wordrun answer only under launch --hang or with py-spy (wordrun[hang])"
         say("asked the ranks where they are" + ("" if answers or any(shown) else f" ({others})"))
 
     @property

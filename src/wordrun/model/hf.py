@@ -151,8 +151,8 @@ class HFModel(PlainModel):
         self._keeps_apart = bool((first - second).abs().max() <= 1e-3 * first.abs().max())
         if not self._keeps_apart:
             raise ConfigError(
-                f"model.path={self.cfg.path}: this model of transformers does not keep documents in a sequence apart: "
-                "use data.mask_documents=false"
+                f"model.path={self.cfg.path}: this model of transformers does not separate the documents of a "
+                "sequence: use data.mask_documents=false"
             )
 
     def _balancing(self) -> Tensor:

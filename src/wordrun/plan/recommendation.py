@@ -125,16 +125,16 @@ def _split(name: str, *, sharded: bool) -> str:
     """Return why the strategy ``name`` splits the model, where the ``sharded`` one does not fit, or is impossible."""
     if name == "PP":
         reason = "Sharding is not enough" if sharded else "No layout that keeps the blocks together suits the run"
-        return f"{reason}, so a pipeline divides the blocks among the ranks."
+        return f"{reason}, so a pipeline splits the blocks across the ranks."
     reason = "One layer does not fit either" if sharded else "No layout that keeps layers whole suits the run"
-    blocks = ", and a pipeline divides the blocks" if name == "3D" else ""
+    blocks = ", and a pipeline splits the blocks" if name == "3D" else ""
     return f"{reason}, so tensor parallelism splits each layer across a node's ranks{blocks}."
 
 
 def _divided(estimator: Estimator, cp: int) -> list[str]:
     """Return why sequences are divided over ``cp`` ranks."""
     long = (
-        "No strategy that keeps sequences whole works here, so context parallelism divides each sequence of "
+        "No strategy that keeps sequences whole works here, so context parallelism splits each sequence of "
         f"{estimator.model.cfg.block_size:,} tokens over {cp} ranks."
     )
     across = ["These ranks span nodes and communicate in every layer."]

@@ -19,8 +19,7 @@ LEGEND = {
     "loss": "training loss at this step, averaged over all ranks; for text [nats/token]",
     "val_loss": "mean loss on the fixed validation set; for text [nats/token]",
     "val_bpb": (
-        "bits per byte of the original validation text, in which runs with different tokenizers compare; for pairs, of "
-        "the answers"
+        "bits per byte of the original validation text, comparable between tokenizers; for pairs, of the answers"
     ),
     "val_NAME": "mean of a metric on the fixed validation set, such as val_accuracy (a fraction) or val_perplexity",
     "lr": "learning rate at this step",

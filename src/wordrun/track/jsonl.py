@@ -102,7 +102,7 @@ def copy_until(source: Path, target: Path, step: int, written: int = 0) -> int:
                 steps.append(line["step"])
     if broken:
         original = files.set_aside(file) if source == target else file
-        what = f"{len(broken)} of its {len(texts)} lines cannot be read and are left out"
+        what = f"{len(broken)} of its {len(texts)} lines cannot be read and are skipped"
         LOGGER.warning("%s: %s; the original is %s", target / METRICS, what, original)
     if len(kept) < written:
         size, begin, end = max((b - a, a, b) for a, b in pairwise([*sorted(steps), step]))

@@ -90,7 +90,7 @@ class ExamplesTask(Task):
         )
         if self.data.draws and (self.cfg.data.prefetch or self.data.threads > 1):
             LOGGER.info(
-                "data %s: each example is read with a seed of its own, between the steps and in one thread; if reading "
+                "data %s: each example is read with its own seed, between the steps and in one thread; if reading "
                 "draws from no random generator of the process, Splits(draws=False) reads ahead",
                 self.cfg.data.name,
             )

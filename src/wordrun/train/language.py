@@ -156,7 +156,7 @@ class LanguageTask(Task):
         if undeclared := [field for field, need in needed.items() if need and field not in uses]:
             if undeclared == ["documents"] and not part_of("model", self.cfg.model).origin:
                 raise ConfigError(
-                    f"model={self.cfg.model.name}: this model does not keep documents in a sequence apart, as "
+                    f"model={self.cfg.model.name}: this model does not separate the documents of a sequence, as "
                     f"data={data.name} asks: use data.mask_documents=false"
                 )
             option = " with data.mask_documents=true" if data.mask_documents else ""

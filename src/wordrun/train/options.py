@@ -140,7 +140,7 @@ class TrainConfig(Section):
     """Random seed for weights, data order, dropout and samples."""
     deterministic: bool = False
     """Use only deterministic algorithms, so that two runs with the same options on the same number of ranks, devices
-    and versions have equal losses and weights, bit by bit; slower."""
+    and versions have bitwise identical losses and weights; slower."""
     check_memory: bool = True
     """Do not start a run whose estimated memory is more than a rank has."""
     timeout_s: int = 1800

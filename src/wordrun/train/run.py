@@ -208,8 +208,8 @@ class Run:
         file, before = self.path / RECORD, recorded(self.path)
         if not read_record(self.path):
             was = f"cannot be read, and is now {files.set_aside(file).name}" if os.path.lexists(file) else "is missing"
-            rest = f"what it says of earlier launches is from the checkpoint of step {step}"
-            LOGGER.warning("%s %s: %s", file, was, rest if before else "what it said of earlier launches is lost")
+            rest = f"its record of earlier launches is restored from the checkpoint of step {step}"
+            LOGGER.warning("%s %s: %s", file, was, rest if before else "its record of earlier launches is lost")
         return before
 
     def checkpointed(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class DilocoConfig(BackendConfig):
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer steps; 0: none."""
     fragments: int = 1
-    """Divide the weights into this many fragments of whole blocks, exchanged at different steps (streaming DiLoCo)."""
+    """Split the weights into this many fragments of whole blocks, exchanged at different steps (streaming DiLoCo)."""
 
     @property
     def one_module(self) -> bool:
@@ -78,8 +78,8 @@ class DilocoConfig(BackendConfig):
     def conflicts(self, cfg: Any) -> Iterable[str]:
         if cfg.train.on_nonfinite == "skip":
             yield (
-                "train.on_nonfinite=skip needs all ranks to agree on each step, and train.backend=diloco has islands "
-                "that take steps by themselves: use train.on_nonfinite=rollback"
+                "train.on_nonfinite=skip needs all ranks to agree on each step, and the islands of "
+                "train.backend=diloco take steps independently: use train.on_nonfinite=rollback"
             )
         if DTYPES.get(cfg.train.dtype) == "fp16":
             yield "train.dtype=fp16 would scale losses differently on each island: use train.dtype=bf16 or fp32"

@@ -48,7 +48,7 @@ def tensors(trainer: Training) -> dict[str, Tensor]:
         _, hook, name = stored.split(".", 2)
         if name not in weights and not (trainer.layout.pp > 1 and name in _in_any_stage(trainer)):
             frozen = any(name == each for part in backend.parts for each, _ in part.named_parameters())
-            what = "is frozen, so that checkpoints do not have it" if frozen else "is not a weight"
+            what = "is frozen, so checkpoints do not contain it" if frozen else "is not a weight"
             raise ConfigError(
                 f"the hook {hook}: tensors() has {name!r}, which {what}: return small values as lists in state()"
             )

@@ -163,7 +163,7 @@ class MuonConfig(OptimizerConfig):
     precision: str = "auto"
     """Precision of the Newton-Schulz iterations: fp32, bf16, or auto (bf16 on accelerators, fp32 on CPUs)."""
     split: str = "qkv"
-    """How fused matrices are divided before they are orthogonalized: qkv (queries, keys and values separately), heads
+    """How fused matrices are split before they are orthogonalized: qkv (queries, keys and values separately), heads
     (also each head) or none (the matrix as it is stored)."""
     scale: str = "adamw"
     """Factor of the steps of an n x m matrix: adamw (0.2 sqrt(max(n, m)): steps as large as AdamW's typical ones, so
