@@ -4,7 +4,7 @@
     python benchmarks/ranks.py --parts store --ranks 1000,10000
 
 ``checkpoint``: what a rank computes before it writes and reads, and the size of what it has to know, for a model whose
-tensors are divided over all ranks; beside it an index that lists every shard, as format 3 had. ``store``: as many
+tensors are divided over all ranks. ``store``: as many
 clients of one store, each of which is a connection, meet, get the config, and agree that a checkpoint has been written.
 ``owners``: Muon's first step. ``mesh``: torch's groups. ``zero``: DeepSpeed's engine. ``launch``: the list of hosts.
 ``gather``: a message of every rank. ``files``: a folder with a file of each rank. The last thing printed is a table of
@@ -49,8 +49,7 @@ def checkpoint(ranks: int) -> dict[str, float]:
     import torch
 
     from wordrun.checkpoint import index
-    from wordrun.checkpoint.folder import file_of
-    from wordrun.checkpoint.index import Divided, StoredTensor
+    from wordrun.checkpoint.index import StoredTensor
     from wordrun.checkpoint.sharding import Box, Cut, Sharding
 
     shapes = {"qkv": (3 * WIDTH, WIDTH), "proj": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
@@ -67,7 +66,7 @@ def checkpoint(ranks: int) -> dict[str, float]:
         for name, shape in names.items():
             sharding = Sharding(shape, (Cut(0, ranks, 1),))
             sharding.box(rank)
-            made[name] = StoredTensor(torch.Size(shape), torch.float32, Divided(sharding, 0))
+            made[name] = StoredTensor(torch.Size(shape), torch.float32, sharding, 0)
         return made
 
     found["plan_s"], tensors = timed(plan)
@@ -86,14 +85,6 @@ def checkpoint(ranks: int) -> dict[str, float]:
             return sum(len(list(each.overlapping(Box(*window)))) for each, window in windows)
 
         found["find_shards_s"], found["shards_found"] = timed(find)
-    one = next(iter(tensors.values()))
-    shards = [vars(shard) for shard in one.shards]
-    text = json.dumps([{**each, "file": file_of(0)} for each in shards])
-    found["listed_index_bytes"] = len(text) * len(names)
-    found["listed_read_s"] = timed(lambda: json.loads(text))[0] * len(names)
-    found["listed_manifest_bytes"] = ranks * len(
-        '"shards-00000.safetensors": {"size": 123456789, "crc32": [1234567890]},'
-    )
     return found
 
 

@@ -102,6 +102,7 @@ def save_run() -> SaveRun:
                 "config": to_plain(cfg),
                 "vocab_size": tokenizer.vocab_size,
                 "backend": {"kind": "shards"},
+                "shards": 0,
             }
         )
         return model
@@ -124,28 +125,3 @@ def seal() -> Callable[..., None]:
         folders.write_manifest(folder, {**manifest, "files": folders.describe(folder, names), **changes})
 
     return write
-
-
-@pytest.fixture(scope="session")
-def in_torchs_format(seal: Callable[..., None]) -> Callable[..., None]:
-    """Turn a checkpoint into one of format 2 or 1, whose tensors torch's own writer has written."""
-    import warnings
-
-    from torch.distributed.checkpoint import save
-
-    from wordrun.checkpoint import index, shards
-
-    def convert(folder: Path, without: str = " ", **manifest: Any) -> None:
-        tensors = {name: stored.empty() for name, stored in index.load(folder).items()}
-        shards.read(folder, tensors)
-        own = shards.read_own(folder, 0, ["rng.0"])
-        tensors |= {name.replace("rng", "streams"): states for name, states in own.items()}
-        for file in [folder / index.INDEX, *folder.glob("shards-*")]:
-            file.unlink()
-        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it saves alone
-            save(kept, checkpoint_id=folder, no_dist=True)
-        seal(folder, **{"format": 2, "shards": 0, "rng": "streams", **manifest})
-
-    return convert

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata as torch_metadata
 
 import wordrun
 from wordrun import cli
@@ -115,9 +114,6 @@ def test_a_config_comes_back_typed(small: Words) -> None:
     for more in ([], ["model=llama_debug", "train.backend=3D", "tracker=wandb"]):
         cfg = wordrun.compose(small(*more))
         assert from_plain(json.loads(json.dumps(to_plain(cfg)))) == type(cfg)(**{**vars(cfg), "run_dir": ""})
-    plain = to_plain(wordrun.compose(small("train.backend=diloco")))
-    plain["backend"]["exchange_bits"] = 32  # of an earlier version
-    assert from_plain(plain).backend.name == "diloco"
     plain = to_plain(cfg)
     plain["train"]["of_the_future"] = 1
     with pytest.raises(UserError, match=r"train\.of_the_future, which this version of wordrun does not know"):
@@ -355,48 +351,6 @@ def test_the_loss_scaler_goes_on(small: Words, tmp_path: Path, monkeypatch: pyte
     went_on = train([*words, f"train.resume={tmp_path / 'whole/checkpoints/step-00000006'}"], tmp_path / "on")
     assert went_on.backend.dtype == torch.float16
     assert figures(tmp_path / "on") == figures(tmp_path / "whole")
-
-
-def test_a_checkpoint_of_format_1_can_be_continued(
-    whole: Path, small: Words, tmp_path: Path, in_torchs_format: Callable[..., None]
-) -> None:
-    """It has one count of steps for all parameters, in its manifest, and no schedule in its options."""
-    then = tmp_path / "then/step-00000006"
-    shutil.copytree(whole / "checkpoints/step-00000006", then)
-    manifest = json.loads((then / folders.MANIFEST).read_text())
-    del manifest["config"]["schedule"], manifest["fixed"]["schedule.name"]
-    backend = {"kind": "pieces", "optimizer": {"step": 6.0}, "scaler": {}}
-    in_torchs_format(
-        then, without=".step", format=1, config=manifest["config"], fixed=manifest["fixed"], backend=backend
-    )
-    assert find(then).config.schedule.name == "cosine"
-    with pytest.raises(ConfigError, match=r"schedule\.name is cosine in the checkpoint and constant here"):
-        train(small(*SAVING, f"train.resume={then}", "schedule=constant"), tmp_path / "other")
-    train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
-    assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
-
-
-@pytest.mark.parametrize("python", ["3.11.2", "later"])
-def test_a_checkpoint_of_format_2_can_be_continued(
-    whole: Path,
-    small: Words,
-    tmp_path: Path,
-    in_torchs_format: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    python: str,
-) -> None:
-    if python == "3.11.2":  # pickles refer to members of enums by name
-        monkeypatch.setattr(
-            torch_metadata._MEM_FORMAT_ENCODING,
-            "__reduce_ex__",
-            lambda member, protocol: (getattr, (type(member), member.name)),
-        )
-    then = tmp_path / "then/step-00000006"
-    shutil.copytree(whole / "checkpoints/step-00000006", then)
-    in_torchs_format(then)
-    assert {path.name for path in then.iterdir()} == {".metadata", "__0_0.distcp", "tokenizer.json", "manifest.json"}
-    train(small(*SAVING, f"train.resume={then}"), tmp_path / "run")
-    assert figures(tmp_path / "run") == [line for line in figures(whole) if line[0] > 6]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(small: Words, tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def problems(*words: str, ranks: int = 4, per_node: int | None = None) -> str:
             4,
             "n_head=2 over backend.cp=2 x backend.tp=2 = 4 ranks: use backend.cp_attention=gather, or backend.cp=1",
         ),
-        (["train.backend=FSDP", "backend.cp_attention=ring"], 4, "backend.cp_attention=ring was removed: use auto"),
         (["train.backend=FSDP", "backend.cp_attention=rings"], 4, "backend.cp_attention=rings should be one of auto"),
         (["train.backend=FSDP", "data=digits", "model=convnet", "backend.cp=4"], 4, "its sequences can be split"),
         (

@@ -717,22 +717,6 @@ def test_an_experiment_may_suit_a_backend_that_is_chosen_after_it(tmp_path: Path
     assert line.startswith("unknown option 'train.nope'")
 
 
-def test_a_removed_option_in_an_experiment_says_what_to_use_instead(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbackend:\n  exchange_bits: 8\n")
-    words = ["train.backend=diloco", "experiment=mine"]
-    (line,) = complaints(lambda: compose(words, tree=Tree(extra_dir=str(tmp_path))))
-    assert line == (
-        "experiment=mine: backend.exchange_bits was removed: islands exchange fp32; for fewer bytes, raise "
-        "backend.sync_every"
-    )
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  exchange_bits: 8\n")
-    (line,) = complaints(lambda: compose(words, tree=Tree(extra_dir=str(tmp_path))))
-    assert line.startswith("experiment=mine: ")
-    assert "train" in line.lower()
-    assert "removed" not in line
-
-
 def test_a_typo_in_an_experiment_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  max_itrs: 3\n")

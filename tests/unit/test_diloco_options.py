@@ -31,7 +31,6 @@ REFUSED = {
         ["backend.islands=2", "backend.inner=FSDP", "backend.inner_options.shard=3"],
         ["inside each island of 2 ranks: backend.inner_options.shard=3 does not fit 2 ranks"],
     ),
-    "bits": (2, 2, ["backend.exchange_bits=4"], ["backend.exchange_bits was removed: islands exchange fp32"]),
     "fragments": (2, 2, ["backend.fragments=9", "backend.sync_every=4"], ["use at most 4"]),
     "momentum": (2, 2, ["backend.outer_momentum=1"], ["backend.outer_momentum=1"]),
     "skip": (2, 2, ["train.on_nonfinite=skip"], ["use train.on_nonfinite=rollback"]),

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import wordrun
-from wordrun.checkpoint import folder as folders, index, torch_format
+from wordrun.checkpoint import folder as folders, index
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import UserError
 from wordrun.data.tokenizers import construction as tokenizers
@@ -78,12 +78,10 @@ def read(run: Path, *, model: bool = True) -> dict[str, torch.Tensor]:
     return dict(saved.weights())
 
 
-@pytest.fixture(params=["ours", "torch's"])
-def checkpoint(request: pytest.FixtureRequest, save_run: SaveRun, in_torchs_format: Seal) -> Path:
+@pytest.fixture
+def checkpoint(save_run: SaveRun) -> Path:
     save_run(Path("run"), *TINY)
     folder = Path("run/checkpoints/step-00000100")
-    if request.param == "torch's":
-        in_torchs_format(folder)
     assert read(Path("run"))
     return folder
 
@@ -99,25 +97,6 @@ def test_no_file_of_a_checkpoint_runs_anything(checkpoint: Path, seal: Seal, kin
             read(Path("run"))
         assert not Path("ran").exists(), file
         file.write_bytes(content)
-
-
-def test_torchs_index_contains_nothing_but_records(tmp_path: Path) -> None:
-    """Neither names that torch does not write, nor what its names would lead to."""
-    for module, name in (
-        ("posix", "system"),
-        ("torch", "load"),
-        ("torch.serialization", "load"),
-        ("torch", "Size.__class__"),
-        ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
-        ("builtins", "eval"),
-        ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
-        ("wordrun.checkpoint.torch_format", "_Unpickler"),
-    ):
-        for start in (f"c{module}\n{name}\n", f"\x8c{chr(len(module))}{module}\x8c{chr(len(name))}{name}\x93"):
-            with pytest.raises(pickle.UnpicklingError, match="does not belong there"):
-                torch_format.parse((start + ")R.").encode("latin-1"))
-    with pytest.raises(pickle.UnpicklingError, match="refers to object number"):
-        torch_format.parse(b"Nr\xff\xff\xff\xf0.")
 
 
 @pytest.mark.parametrize("kind", PICKLES)
@@ -193,21 +172,15 @@ def damaged(content: bytes, rng: random.Random, header: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("form", ["ours", "torch's"])
-def test_damage_is_one_message(
-    form: str, save_run: SaveRun, in_torchs_format: Seal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_one_message(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the time the checksums are forged along, so that what is behind them is read."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    save_run(Path("run"), *TINY)
-    folder = Path("run/checkpoints/step-00000100")
-    if form == "torch's":
-        in_torchs_format(folder)
+    folder = checkpoint
     whole, files = read(Path("run")), {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     manifest = json.loads(files["manifest.json"])
-    rng, told = random.Random(form), list[str]()
+    rng, told = random.Random("ours"), list[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(3000 if form == "ours" else 1000):
+    for number in range(3000):
         name, forged = rng.choice([*files]), number % 2 == 0
         length = struct.unpack("<Q", files[name][:8])[0] + 8 if name.endswith("safetensors") else 2**20
         content = damaged(files[name], rng, length)

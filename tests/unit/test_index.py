@@ -41,23 +41,22 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def written(tensors: dict[str, torch.Tensor], folder: Path, rng: random.Random) -> None:
-    """Write each tensor from as many ranks as it has boxes."""
+    """Write the tensors as up to 9 ranks that divide each at random."""
     of_ranks: list[list[TensorShard]] = [[] for _ in range(9)]
+    listed = {}
     for name, tensor in tensors.items():
-        boxes = divided(tuple(tensor.shape), rng)
-        for rank, box in zip(rng.sample(range(9), len(boxes)), boxes, strict=True):
-            if cut(tensor, box).numel() or not tensor.numel():
-                of_ranks[rank].append(TensorShard(name, tensor.shape, box[0], cut(tensor, box)))
-    listed: dict[str, dict[str, Any]] = {}
+        ranks, cuts = 1, []
+        for axis in range(min(2, tensor.dim())):
+            cuts.append(Cut(axis, rng.randint(1, 3), ranks))
+            ranks *= cuts[-1].shards
+        sharding, first = Sharding(tuple(tensor.shape), tuple(cuts)), rng.randrange(10 - ranks)
+        listed[name] = index.StoredTensor(tensor.shape, tensor.dtype, sharding, first).plain()
+        for number, box in ((number, sharding.box(number)) for number in range(ranks)):
+            if box.numel or not tensor.numel():
+                of_ranks[first + number].append(TensorShard(name, tensor.shape, box.offset, tensor[box.window]))
     for rank, mine in enumerate(of_ranks):
         shards.write(folder, mine, rank)
-        for each in mine:
-            kind = str(each.data.dtype).removeprefix("torch.")
-            facts = listed.setdefault(each.name, {"dtype": kind, "shape": list(each.shape), "shards": []})
-            at = {"offset": list(each.offset), "shape": list(each.data.shape)}
-            if all(other["offset"] != at["offset"] for other in facts["shards"]):
-                facts["shards"].append({"file": f"shards-{rank:05d}.safetensors", **at})
-    (folder / "tensors.json").write_text(json.dumps(listed))  # as format 3 did
+    (folder / index.INDEX).write_text(json.dumps(listed))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -124,75 +123,6 @@ def test_a_tensor_without_elements_is_written_once() -> None:
     assert sorted([*names[0], *names[1]]) == ["empty", "full"]
 
 
-GOOD: dict[str, Any] = {
-    "dtype": "float32",
-    "shape": [4, 2],
-    "shards": [
-        {"file": "shards-00000.safetensors", "offset": [0, 0], "shape": [1, 2]},
-        {"file": "shards-00001.safetensors", "offset": [1, 0], "shape": [3, 2]},
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "said"),
-    [
-        (["shards", 1, "offset", 0], 0, "do not cover it exactly"),  # an overlap, and a gap
-        (["shards", 0, "shape", 0], 2, "do not cover it exactly"),
-        (["shards", 1, "shape", 0], 2, "do not cover it exactly"),
-        (["shards", 1], GOOD["shards"][0], "do not cover it exactly"),
-        (["shards"], [], "do not cover it exactly"),
-        (["shape"], [4], "zip"),
-        (["shape", 0], 5, "do not cover it exactly"),
-        (["shape", 0], 10**12, "do not cover it exactly"),
-        (["shape", 0], 10**30, "contains an invalid size"),
-        (["shape", 0], True, "contains an invalid size"),
-        (["shape"], "ab", "is not a list of sizes"),
-        (["shape"], [1] * 99, "is not a list of sizes"),
-        (["shards", 1, "offset", 0], -1, "contains an invalid size"),
-        (["shards", 1, "offset", 0], 2, "a shard of weight exceeds the tensor"),
-        (["shards", 0, "file"], "../shards-00000.safetensors", "is not the name of a file in the checkpoint"),
-        (["shards", 0, "file"], "/etc/passwd", "is not the name of a file in the checkpoint"),
-        (["shards", 0, "file"], "shards-00002.safetensors", "No such file"),
-        (["dtype"], "float64", "shards-00000.safetensors: weight is torch.float32"),
-        (["dtype"], "load", "is not a dtype of torch"),
-    ],
-)
-def test_a_wrong_index_is_refused(where: list[Any], value: Any, said: str, tmp_path: Path) -> None:
-    weight = torch.randn(4, 2)
-    for rank, (at, stop) in enumerate(((0, 1), (1, 4))):
-        shards.write(
-            tmp_path,
-            [
-                TensorShard("weight", weight.shape, (at, 0), weight[at:stop]),
-                TensorShard("more", torch.Size([9, 2]), (rank, 0), torch.ones(9, 2)),
-            ],
-            rank,
-        )
-    content = {"weight": json.loads(json.dumps(GOOD))}
-    (tmp_path / "tensors.json").write_text(json.dumps(content))
-    assert index.load(tmp_path)["weight"].shape == (4, 2)
-    place = content["weight"]
-    for key in where[:-1]:
-        place = place[key]
-    place[where[-1]] = value
-    (tmp_path / "tensors.json").write_text(json.dumps(content))
-    with pytest.raises(DamagedError, match=said):
-        shards.read(tmp_path, {"weight": torch.empty(4, 2)})
-
-
-def test_nothing_larger_than_the_files_is_allocated(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(b"small")
-    whole = {"file": "a.safetensors", "offset": [0], "shape": [10**12]}
-    (tmp_path / "tensors.json").write_text(
-        json.dumps({"weight": {"dtype": "int8", "shape": [10**12], "shards": [whole]}})
-    )
-    with pytest.raises(
-        DamagedError, match=r"a\.safetensors is too small for the 1,000,000,000,000 bytes of its shards"
-    ):
-        index.load(tmp_path)
-
-
 DIVIDED: dict[str, Any] = {"dtype": "float32", "shape": [4, 2], "first": 0, "cuts": [[0, 2, 1]]}
 
 
@@ -217,6 +147,12 @@ DIVIDED: dict[str, Any] = {"dtype": "float32", "shape": [4, 2], "first": 0, "cut
         ("padded", [4], "does not fit its padded shape"),
         ("padded", [9, 2], r"weight is torch.float32 \[2, 2\], not .* \[4, 2\]"),
         ("shape", [2**40, 2], "has the shape"),
+        ("shape", [10**30, 2], "contains an invalid size"),
+        ("shape", [True, 2], "contains an invalid size"),
+        ("shape", "ab", "is not a list of sizes"),
+        ("shape", [1] * 99, "is not a list of sizes"),
+        ("dtype", "float64", "shards-00000.safetensors: weight is torch.float32"),
+        ("dtype", "load", "is not a dtype of torch"),
     ],
 )
 def test_a_wrong_division_is_refused(name: str, value: Any, said: str, tmp_path: Path) -> None:

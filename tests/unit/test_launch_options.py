@@ -140,7 +140,6 @@ def test_a_number_may_follow_its_letter_as_for_srun() -> None:
         (["--ntasks-per-node", "2", "x"], "unknown option '--ntasks-per-node'; did you mean '--ppn'?"),
         (["-t", "10", "x"], "unknown option '-t'; did you mean '--walltime'?"),
         (["-N2-4", "x"], "-N 2-4 should be a whole number, at least 1"),
-        (["--prewarm", "x"], "--prewarm was removed: copy the Python environment to node-local disk"),
         (["--relaunch", "3", "x"], "unknown option '--relaunch'"),
         (["--launcher", "hidra", "x"], "should be one of pals, hydra, openmpi, srun, torchrun, local; did you mean 'h"),
         (["--scheduler", "lsf", "x"], "--scheduler lsf should be one of pbs, slurm, none"),
@@ -161,23 +160,6 @@ def test_refusals_name_the_option_and_the_way_out(words: list[str], message: str
         parse(words)
     assert message in str(caught.value)
     assert caught.value.exit_status == 2
-
-
-@pytest.mark.parametrize("words", [["--elastic", "2", "true"], ["--elastic=2", "true"], ["--elastic=", "true"]])
-def test_a_number_for_elastic_is_refused_and_no_command(words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(["-n", "4", *words])
-    assert str(caught.value) == (
-        "--elastic MIN was removed: use --elastic without a number, and --spare-nodes K to replace nodes that are lost"
-    )
-    assert parse(["--elastic", "--", "2"]).command == ("2",)
-
-
-@pytest.mark.parametrize("words", [["--stay", "0"], ["--stay=5"], ["--stay"]])
-def test_stay_is_refused_in_one_line(words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(["--elastic", *words, "python", "train.py"])
-    assert str(caught.value) == "--stay was removed: leave it out, since --elastic restarts all ranks after a fault"
 
 
 def test_all_problems_are_reported_together() -> None:

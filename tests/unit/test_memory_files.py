@@ -22,7 +22,7 @@ from safetensors import safe_open
 import wordrun
 from wordrun.checkpoint import checksums, shards
 from wordrun.checkpoint.folder import file_of, write_manifest
-from wordrun.checkpoint.index import Divided, StoredTensor
+from wordrun.checkpoint.index import StoredTensor
 from wordrun.checkpoint.memory import copies, file as memory_file
 from wordrun.checkpoint.memory.node import NodeMemory, name_of
 from wordrun.checkpoint.memory.peers import PeerError, Peers
@@ -41,7 +41,7 @@ NAME = name_of(20, "ab12", 0)
 def own(tensors: dict[str, torch.Tensor]) -> tuple[list[shards.TensorShard], dict[str, StoredTensor]]:
     """Return the complete ``tensors`` as what one rank writes."""
     stored = {
-        name: StoredTensor(tensor.shape, tensor.dtype, Divided(Sharding(tuple(tensor.shape)), 0))
+        name: StoredTensor(tensor.shape, tensor.dtype, Sharding(tuple(tensor.shape)), 0)
         for name, tensor in tensors.items()
     }
     return [shards.shard_of(name, tensor) for name, tensor in tensors.items()], stored

@@ -175,17 +175,6 @@ def test_a_field_that_a_template_cannot_have_is_named(template: str, message: st
         corpus_of(*KEYS, f"data.template='{template}'")
 
 
-def test_shards_in_which_a_field_was_text_are_not_used() -> None:
-    Path("pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    words = [*KEYS, "data.template='{prompt} {input} {answer}'", "data.prepared=old"]
-    corpus_of(*words)
-    manifest = json.loads(Path("old/manifest.json").read_text())
-    assert manifest["settings"].pop("fields") == ["input"]
-    Path("old/manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ConfigError, match=r"older wordrun, to which {input} in data\.template was text"):
-        corpus_of(*words)
-
-
 def test_transformers_writes_the_other_fields_of_a_message() -> None:
     jinja2 = pytest.importorskip("jinja2")
     data = TextConfig(kind="pairs", template='{{"Q"}} {prompt}\n{input} \\ é: {answer} ({n}).')

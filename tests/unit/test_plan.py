@@ -290,13 +290,6 @@ def test_what_is_sent_by_operation() -> None:
     assert sent == {"all_gather": pytest.approx(2 * size), "reduce_scatter": pytest.approx(size)}
 
 
-@pytest.mark.parametrize("name", ["plan.speeds", "plan.bandwidth"])
-def test_the_time_of_a_step_is_not_planned(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["model=gpt2", f"{name}=file.json"]) == 2
-    err = capfd.readouterr().err
-    assert err.splitlines()[0].endswith(f"{name} was removed: wordrun study scaling measures the time of a step")
-
-
 def test_bytes_sent_are_those_of_the_papers() -> None:
     rows = estimates("model=gpt2", "train.dtype=bf16", "plan.ranks=8", "plan.per_node=8")
     sent = {name: row.memory["none"].sent for name, row in rows.items()}

@@ -134,7 +134,7 @@ def test_a_later_launch_is_a_row_and_a_mark(tmp_path: Path) -> None:
         (lambda run: append(run / "metrics.jsonl", '{"step": 21, "lo'), "1 lines of metrics.jsonl"),
         (lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n[]\n7\n'), "2 lines of"),
     ],
-    ids=["no metrics", "no record", "broken record", "broken config", "broken line", "an older version's metrics"],
+    ids=["no metrics", "no record", "broken record", "broken config", "broken line", "other lines"],
 )
 def test_a_damaged_run_has_a_page_that_says_so(tmp_path: Path, damage: Any, says: str) -> None:
     run = make_run(tmp_path / "run")

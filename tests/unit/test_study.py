@@ -181,8 +181,6 @@ def test_words_that_argparse_refuses(words: list[str], message: str, capfd: pyte
             "--weak takes model.batch_size and train.accumulation",
         ),
         (["--nodes", "1,2"], "-N 2: this machine is 1 node; -N 1, or no -N, would fit"),
-        (["--ranks", "1", "--no-calibrate"], "--no-calibrate was removed: nothing is measured before the points"),
-        (["--ranks", "1", "--bandwidth=x.json"], "--bandwidth was removed: a study measures the time of a step"),
         (["--ranks", "1", "--launch=--oversubscibe"], "did you mean '--oversubscribe'?"),
     ],
 )

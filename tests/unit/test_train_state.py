@@ -16,7 +16,6 @@ import wordrun
 from wordrun.checkpoint.load import find
 from wordrun.common.errors import ConfigError
 from wordrun.config.registry import Part, parts
-from wordrun.config.schema import from_plain, to_plain
 from wordrun.track.base import Tracker
 from wordrun.track.metrics_jsonl import read_lines as read
 from wordrun.track.options import TrackerConfig
@@ -90,43 +89,6 @@ def test_the_state_survives_a_checkpoint() -> None:
     assert state.metrics.pop("tps")  # rates are those of the machine of that time
     assert loaded.spikes.state_dict() == state.spikes.state_dict()
     assert replace(loaded, spikes=state.spikes) == state
-
-
-def test_a_checkpoint_of_version_0_1_can_be_read() -> None:
-    state = TrainState()
-    state.load_state_dict(
-        {
-            "step": 3,
-            "position": 12,
-            "tokens": 96,
-            "seconds": 1.5,
-            "metrics": {"loss": 3.5, "val_loss": 3.25, "best_val_loss": 3.0},
-        }
-    )
-    assert (state.step, state.position, state.best_loss, state.seconds) == (3, 12, 3.0, 1.5)
-    state.record_evaluation({"val_loss": 3.1})
-    assert state.best_loss == 3.0
-
-
-def test_a_config_of_version_0_1_can_be_read() -> None:
-    """It had one tracker."""
-    plain = to_plain(wordrun.compose(["data=sample"]))
-    for options, names in (
-        ({"schema": "jsonl", "name": "jsonl"}, ["jsonl"]),
-        ({"schema": "wandb", "name": "wandb", "project": "shakes", "tags": ["a"]}, ["jsonl", "wandb"]),
-    ):
-        cfg = from_plain({**plain, "tracker": options})
-        assert list(cfg.tracker) == names
-    assert (cfg.tracker["wandb"].project, cfg.tracker["wandb"].tags) == ("shakes", ["a"])  # type: ignore[attr-defined]
-
-
-def test_old_names_of_options_are_accepted_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    cfg = wordrun.compose(["data=sample", "tracker.project=shakes"])
-    assert cfg.tracker["wandb"].project == "shakes"  # type: ignore[attr-defined]
-    (line,) = caplog.messages
-    assert line.startswith("tracker.project is now called tracker.wandb.project; the old name is accepted until")
-    with pytest.raises(ConfigError, match=r"tracker\.wandb\.mode=of should be one of"):
-        wordrun.compose(["data=sample", "tracker.mode=of"])
 
 
 # Hooks by name

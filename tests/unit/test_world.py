@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wordrun import dist
 from wordrun.common.errors import UserError, WorldError
 from wordrun.dist.world import World, discover
 
@@ -290,10 +289,3 @@ def test_discovery_needs_neither_torch_nor_mpi(command: Command) -> None:
     heavy = "{'torch', 'mpi4py', 'numpy'} & {*sys.modules}"
     script = f"import sys, wordrun.dist; wordrun.dist.discover(); print(sorted({heavy}))"
     assert command(sys.executable, "-c", script).stdout == "[]\n"
-
-
-def test_the_old_name_of_broadcast_is_accepted_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="wordrun"):
-        assert dist.share({"a": 1}, World()) == {"a": 1}
-    (record,) = caplog.records
-    assert "dist.share is now called dist.broadcast" in record.getMessage()

@@ -206,19 +206,13 @@ def require_shards(folder: Path, facts: Mapping[str, Any], backend: str) -> None
         ConfigError: an engine has written the checkpoint in a format of its own, or it has state (``only_for`` in its
             facts) that only another backend can continue from.
     """
-    if facts["kind"] not in ("shards", "pieces"):  # "pieces" in the oldest checkpoints
+    if facts["kind"] != "shards":
         raise ConfigError(
             f"{folder} was written by the engine of train.backend={facts['kind']}, so this backend cannot resume from "
             f"it: use train.backend={facts['kind']}, or load only its weights with train.init_from={folder}",
             page="backends.md#which-models-on-which-backends",
         )
     only = facts.get("only_for")
-    if facts.get("between") and not only:  # all that checkpoints of versions up to 0.1 say
-        only = {
-            "backend": "diloco",
-            "why": "was saved between two exchanges of islands",
-            "instead": "resume from another",
-        }
     if only and only["backend"] != backend:
         raise ConfigError(
             f"{folder} {only['why']}: resume with train.backend={only['backend']}, {only['instead']}, or start from "

@@ -238,10 +238,7 @@ class FSDPConfig(BackendConfig):
 
     def problems(self) -> Iterable[str]:
         yield from one_of("backend.reduce_dtype", self.reduce_dtype, ["fp32", "bf16"])
-        if self.cp_attention == "ring":
-            yield "backend.cp_attention=ring was removed: use auto (heads if their number allows it, else gather)"
-        else:
-            yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather"])
+        yield from one_of("backend.cp_attention", self.cp_attention, ["auto", "heads", "gather"])
         yield from not_negative("backend", self, "prefetch")
         yield from positive("backend", self, "ep")
 

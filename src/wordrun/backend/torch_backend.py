@@ -311,9 +311,7 @@ class TorchBackend:
         stored = self.stored(folder, facts)
         restored = self.optimizer_state.restored(stored, self.unpadded_rows)
         mine = {name: stored[name].empty() for name in rank_tensors if name in stored}
-        absent = {f"model.{name}" for name in self.buffer_names} - stored.keys()  # saved by an older version
-        weights = {name: tensor for name, tensor in self.model_state().items() if name not in absent}
-        tensors: dict[str, Any] = {**weights, **(weight_like or {}), **restored.tensors, **mine}
+        tensors: dict[str, Any] = {**self.model_state(), **(weight_like or {}), **restored.tensors, **mine}
         others = [name for name in rank_tensors if name not in mine]
         self.read(folder, tensors, stored, fetch, [file_of(self.rank)] if others else [])
         restored.load(facts.get("optimizer", {}))

@@ -24,7 +24,7 @@ from wordrun.common.run_dir import CHECKPOINT, CHECKPOINTS, MANIFEST
 FORMAT = 4
 TOKENIZER = "tokenizer.json"
 SUFFIX = ".safetensors"
-FIELDS = {"step": int, "files": dict, "config": dict, "backend": dict}
+FIELDS = {"step": int, "files": dict, "shards": int, "config": dict, "backend": dict}
 """What every manifest contains."""
 
 
@@ -52,7 +52,7 @@ class Folder:
 
         Raises:
             DamagedError: the manifest is missing, or is not valid.
-            UserError: it was written by a newer wordrun.
+            UserError: another version of wordrun wrote it, in another format.
         """
         try:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
@@ -62,13 +62,13 @@ class Folder:
         if not is_intact:
             raise DamagedError(f"{self.path} is damaged: {MANIFEST} does not match its checksum")
         self.require(manifest, {"format": int})
-        if manifest["format"] > FORMAT:
+        if manifest["format"] != FORMAT:
             raise UserError(
-                f"{self.path} has format {manifest['format']}, this wordrun reads up to {FORMAT}: use a newer wordrun"
+                f"{self.path} has format {manifest['format']}, this wordrun reads {FORMAT}: use the version of wordrun "
+                "that wrote it"
             )
         self.require(manifest, FIELDS)
         self.require(manifest["backend"], {"kind": str})
-        self.require({"shards": 0, **manifest}, {"shards": int})
         for name, facts in manifest["files"].items():
             path = PurePosixPath(name)
             inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
@@ -102,8 +102,7 @@ class Folder:
         for name in sorted(manifest["files"])[rank::ranks]:
             if problem := self.problem(name, manifest["files"][name], content=content):
                 raise DamagedError(f"{self.path} is damaged: {problem}")
-        # Format 4: the checksums of these files are in their own headers. Before, the manifest lists them.
-        for number in range(rank, manifest.get("shards", 0), ranks):
+        for number in range(rank, manifest["shards"], ranks):  # these files have checksums in their own headers
             if problem := checksums.problem(self.path / file_of(number), content=content):
                 raise DamagedError(f"{self.path} is damaged: {problem}")
         return manifest

@@ -22,9 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wordrun.checkpoint import checksums, index, torch_format
-from wordrun.checkpoint.folder import SUFFIX, DamagedError, file_of
-from wordrun.checkpoint.index import INDEX, Divided, StoredShard, StoredTensor
+from wordrun.checkpoint import checksums, index
+from wordrun.checkpoint.folder import DamagedError, file_of
+from wordrun.checkpoint.index import INDEX, StoredShard, StoredTensor
 from wordrun.checkpoint.sharding import Box, Cut, Sharding
 from wordrun.common import files
 from wordrun.common.errors import first_line
@@ -102,7 +102,7 @@ def to_write(
         alike = tuple(axis for axis in ("replicate", "shard", "tp") if layout.stride(axis) not in strides)
         writer = _lightest(load, alike, layout, tensor.numel())
         shard = shard_of(name, tensor, (rows or {}).get(name))
-        share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, Divided(sharding, stage + writer))
+        share.tensors[name] = StoredTensor(shard.shape, tensor.dtype, sharding, stage + writer)
         held = sum(layout.index(rank, axis) * layout.stride(axis) for axis in alike)
         if writer == held:
             at = sharding.box(rank).within(shard.shape)
@@ -170,8 +170,9 @@ def write(
         OSError: they could not be written.
     """
     if tensors is None:
-        complete = {each.name: Divided(Sharding(tuple(each.shape)), rank) for each in shards}
-        tensors = {each.name: StoredTensor(each.shape, each.data.dtype, complete[each.name]) for each in shards}
+        tensors = {
+            each.name: StoredTensor(each.shape, each.data.dtype, Sharding(tuple(each.shape)), rank) for each in shards
+        }
     mine = {shard.name: shard.data.contiguous() for shard in shards}
     described = {
         shard.name: {
@@ -244,8 +245,8 @@ def read(
     by_file = _pieces(folder, tensors, stored)
     for file, pieces in by_file.items():
         try:
-            (_read_safetensors if file.endswith(SUFFIX) else _read_torchs)(folder / file, pieces)
-        except Exception as error:  # each library has its own
+            _read_pieces(folder / file, pieces)
+        except Exception as error:  # safetensors has exceptions of its own
             raise DamagedError(f"{folder} is damaged: {file}: {first_line(error)}") from None
 
 
@@ -271,7 +272,7 @@ def _pieces(
             raise DamagedError(f"{folder} is damaged: {name} {there}; expected {list(shard.shape)}")
         for source in found.overlapping(Box(tuple(shard.offset), tuple(shard.data.shape))):
             if windows := _overlap(source, shard):
-                piece = _Piece(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])
+                piece = _Piece(name, found.dtype, source, windows[0], shard.data[windows[1]])
                 by_file.setdefault(source.file, []).append(piece)
     return by_file
 
@@ -300,21 +301,13 @@ def _overlap(source: StoredShard, shard: TensorShard) -> tuple[tuple[slice, ...]
     return tuple(there), tuple(here)
 
 
-def _read_safetensors(path: Path, pieces: Iterable[_Piece]) -> None:
+def _read_pieces(path: Path, pieces: Iterable[_Piece]) -> None:
+    """Read ``pieces`` after comparing their stored tensors with the index."""
     with safe_open(path, framework="pt") as file:  # maps it into memory: only the windows are read
         for piece in pieces:
             stored = file.get_slice(piece.name)
-            _copy(piece, stored[piece.window], stored.get_shape())
-
-
-def _read_torchs(path: Path, pieces: Iterable[_Piece]) -> None:
-    for piece in pieces:
-        stored = torch_format.read(path, piece.source.span, piece.source.shape, piece.dtype)
-        _copy(piece, stored[piece.window], stored.shape)
-
-
-def _copy(piece: _Piece, values: Tensor, shape: Sequence[int]) -> None:
-    """Copy ``values``, a window of a stored tensor of ``shape``, after comparing that tensor with the index."""
-    if tuple(shape) != piece.source.shape or values.dtype != piece.dtype:
-        raise ValueError(f"{piece.name} is {values.dtype} {list(shape)}, not {piece.dtype} {list(piece.source.shape)}")
-    piece.into.copy_(values)
+            shape, values = tuple(stored.get_shape()), stored[piece.window]
+            if shape != piece.source.shape or values.dtype != piece.dtype:
+                expected = f"{piece.dtype} {list(piece.source.shape)}"
+                raise ValueError(f"{piece.name} is {values.dtype} {list(shape)}, not {expected}")
+            piece.into.copy_(values)

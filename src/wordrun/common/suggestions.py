@@ -1,4 +1,4 @@
-"""Suggestions for names of options, values and commands that other programs or older versions of wordrun use."""
+"""Suggestions for names of options, values and commands that other programs use."""
 
 from __future__ import annotations
 
@@ -68,18 +68,6 @@ LAUNCH = {
     **dict.fromkeys(("--gpus-per-node", "--gres", "-G"), "--gpus"),
 }
 """Options of srun, sbatch, mpiexec and torchrun, and launch's for the same thing."""
-GONE: dict[str, str] = {
-    "plan.speeds": "wordrun study scaling measures the time of a step",
-    "plan.bandwidth": "wordrun study scaling measures the time of a step",
-    "backend.exchange_bits": "islands exchange fp32; for fewer bytes, raise backend.sync_every",
-    **dict.fromkeys(
-        ("model.gate", "model.post_norm", "model.embed_scale", "model.rope_local_theta"),
-        "model=hf model.path=FOLDER trains a Gemma 3",
-    ),
-}
-"""Options that wordrun no longer has, and what to use instead.
-
-Checkpoints that have these options are read without them; one of a model only if its value changes nothing."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
 

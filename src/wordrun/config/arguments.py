@@ -10,7 +10,6 @@ from dataclasses import fields
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from wordrun.common import suggestions
 from wordrun.common.errors import ConfigError, UserError, as_whole, nearest, show
 from wordrun.common.section import Section, value_text
 from wordrun.common.validation import too_large
@@ -71,10 +70,7 @@ def parse(cls: type[Options], arguments: Sequence[str], prefix: str = "") -> tup
         field = declared.get(getattr(cls, "FORMER", {}).get(name, name))
         if field is None:
             remedy = nearest(key.removeprefix(prefix), declared, prefix) or "; --help lists the options"
-            gone = key in suggestions.GONE
-            problems.append(
-                f"{key} was removed: {suggestions.GONE[key]}" if gone else f"unknown option '{key}'{remedy}"
-            )
+            problems.append(f"unknown option '{key}'{remedy}")
             continue
         kind, _, optional = str(field.type).partition(" ")
         convert, wanted = TYPES[kind]

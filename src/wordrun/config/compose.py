@@ -33,7 +33,6 @@ from wordrun.config.registry import backends
 from wordrun.config.rules import check
 from wordrun.config.schema import (
     OLDER,
-    RENAMED,
     SECTIONS,
     Config,
     as_dict,
@@ -97,9 +96,6 @@ def compose(
     for conf in () if tree.path else folders:
         if ignored := project.ignored_root(conf, f"{tree.name}.yaml"):
             LOGGER.warning("%s", ignored)
-    for override in overrides:
-        if (old := name_of(override)) in RENAMED:
-            LOGGER.warning("%s is now called %s; the old name is accepted until the next release", old, RENAMED[old])
     overrides = [renamed(override) for override in overrides]
     unused = [o for o in overrides if name_of(o).startswith("hydra") and not o.lstrip("+").startswith(HYDRA_SETTINGS)]
     if unused:
@@ -141,7 +137,7 @@ def renamed(override: str) -> str:
     """Return ``override`` with an old option name replaced by the new one."""
     key, equals, value = override.partition("=")
     old = name_of(override)
-    return f"{key.replace(old, {**RENAMED, **OLDER}.get(old, old))}{equals}{value}"
+    return f"{key.replace(old, OLDER.get(old, old))}{equals}{value}"
 
 
 def _run_to_continue(composed: DictConfig) -> str | None:
@@ -232,9 +228,9 @@ def _secrets(composed: DictConfig) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _without_old_values(cfg: Config) -> Config:
-    """Return ``cfg`` with today's values in place of those of older releases."""
+    """Return ``cfg`` with wordrun's values in place of nanoGPT's."""
     if not cfg.optimizer.decay_lr:
-        LOGGER.warning("optimizer.decay_lr=false is now schedule=constant; it is accepted until the next release")
+        LOGGER.warning("optimizer.decay_lr=false means schedule=constant")
         cfg = replace(cfg, schedule=ScheduleConfig("constant"))
     return replace(cfg, train=replace(cfg.train, dtype=DTYPES.get(cfg.train.dtype, cfg.train.dtype)))
 

@@ -98,9 +98,6 @@ def translate(override: str, error: Exception, base: DictConfig) -> str:
     if "=" not in override:
         return f"'{override}' is not a valid override: write KEY=VALUE; --help lists the options"
     reason = first_line(error.__cause__ or error)
-    in_file = re.search(r"full_key: (\S+)", text)
-    if in_file and in_file[1] in suggestions.GONE and in_file[1] != name:
-        return f"{override}: {unknown_option(in_file[1], ())}"
     if inside := re.search(r"In '([^']+)': \w+ raised while composing config:\s*(.*)", f"{text}\n{error.__cause__}"):
         return f"{override}: in {inside[1]}.yaml: {inside[2]}"
     unknown = re.search(r"Could not load '([^/']+)/([^']+)'", text)
@@ -151,8 +148,6 @@ def unparsable(override: str) -> str:
 
 def unknown_option(name: str, known: Sequence[str]) -> str:
     """Return the message for the option ``name``, which is not one of the ``known`` ones."""
-    if name in suggestions.GONE:
-        return f"{name} was removed: {suggestions.GONE[name]}"
     return f"unknown option '{name}'{nearest_option(name, known)}"
 
 

@@ -11,12 +11,11 @@ from typing import Any
 from wordrun.backend.options import BackendConfig
 from wordrun.common.errors import ConfigError, UserError, nearest
 from wordrun.common.section import Freezable, Section, field_types, fits
-from wordrun.common.suggestions import GONE
 from wordrun.config.registry import Part, part_of, parts
 from wordrun.data.options import DataConfig, TextConfig
 from wordrun.data.tokenizers.options import CharTokenizerConfig, TokenizerConfig
 from wordrun.model.options import ModelConfig, TextModelConfig, TransformerConfig
-from wordrun.track.options import TrackerConfig, WandbConfig
+from wordrun.track.options import TrackerConfig
 from wordrun.train.hooks.options import HookConfig
 from wordrun.train.optim.options import OptimizerConfig
 from wordrun.train.options import MetricConfig, ProfilerConfig, ScheduleConfig, TrainConfig
@@ -84,12 +83,6 @@ def schemas(group: str) -> dict[str, Part]:
     return {"text": text, **{name: part for name, part in found.items() if part.declared != text.declared}}
 
 
-RENAMED: dict[str, str] = {
-    "data.ahead": "data.prefetch",
-    "schedule.decay_share": "schedule.decay_fraction",
-    **{f"tracker.{f.name}": f"tracker.wandb.{f.name}" for f in fields(WandbConfig)},
-}
-"""Options that have a better name now, old to new; the old names are accepted until the next release."""
 OLDER = {"optimizer.gas": "train.accumulation"}
 """Older names that stay accepted."""
 
@@ -154,7 +147,7 @@ def with_accumulation(cfg: Config) -> Config:
 
 
 def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
-    """Return the Config that ``to_plain`` converted; newer options have their defaults, and removed ones are left out.
+    """Return the Config that ``to_plain`` converted; newer options have their defaults.
 
     Raises:
         UserError: it has options that this version does not know, or values of the wrong type.
@@ -163,25 +156,15 @@ def from_plain(plain: dict[str, dict[str, Any]]) -> Config:
     for section, values in plain.items():
         if section not in SEVERAL:
             setattr(cfg, section, _section_from(section, section, values))
-        elif "schema" in values:  # up to version 0.1, there was one tracker, with its name among the options
-            name = values["schema"]
-            values = {key: value for key, value in values.items() if key != "name"}
-            getattr(cfg, section)[name] = _section_from(section, f"{section}.{name}", values)
         else:
             parts = {name: _section_from(section, f"{section}.{name}", each) for name, each in values.items()}
             setattr(cfg, section, parts)
     return with_accumulation(cfg)
 
 
-def _is_gone(key: str, value: Any) -> bool:
-    """Return whether an option no longer exists, and had no effect with this ``value``."""
-    return key in GONE and (not key.startswith("model.") or value in (None, False, "silu"))
-
-
 def _section_from(section: str, prefix: str, values: dict[str, Any]) -> Section:
-    values = {RENAMED.get(f"{prefix}.{name}", name).rpartition(".")[2]: value for name, value in values.items()}
-    values = {name: value for name, value in values.items() if not _is_gone(f"{prefix}.{name}", value)}
-    schema = values.pop("schema")
+    schema = values["schema"]
+    values = {name: value for name, value in values.items() if name != "schema"}
     known = schemas(section) if section in SECTIONS else {}
     if known and schema not in known:
         raise UserError(

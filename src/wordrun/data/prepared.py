@@ -77,11 +77,5 @@ def compare(folder: Path, manifest: manifests.Manifest, data: TextConfig, tokeni
         for key, (want, had) in wanted.items()
         if want != had
     ]
-    if not problems and data.kind == "pairs" and data.other_fields() and "fields" not in made:
-        shown = ", ".join(f"{{{name}}}" for name in data.other_fields())
-        problems.append(
-            f"{folder} was prepared by an older wordrun, to which {shown} in data.template was text: prepare the data "
-            "in another folder"
-        )
     if problems:
         raise ConfigError("\n".join(problems))

@@ -11,7 +11,7 @@
 ``session`` is ``setup``, ``guard`` and ``cleanup`` in one. Importing this module imports neither torch nor mpi4py.
 """
 
-from wordrun.dist.coordination import broadcast, monitored_barrier, share
+from wordrun.dist.coordination import broadcast, monitored_barrier
 from wordrun.dist.failure import abort, guard
 from wordrun.dist.setup import (
     cleanup,
@@ -34,5 +34,4 @@ __all__ = [
     "monitored_barrier",
     "session",
     "setup",
-    "share",
 ]

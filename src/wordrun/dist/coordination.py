@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from wordrun.common.errors import WorldError
-from wordrun.common.log import LOGGER
 from wordrun.config.registry import packages
 from wordrun.dist import mpi
 from wordrun.dist.rendezvous import shared_store
@@ -46,12 +45,6 @@ def broadcast(value: Any, world: World, timeout_s: int = 1800) -> Any:
     if world.rank == 0:
         store.set(key, data)
     return loads(store.get(key))
-
-
-def share(value: Any, world: World, timeout_s: int = 1800) -> Any:
-    """Call ``broadcast``, which had this name; it is accepted until the next release."""
-    LOGGER.warning("dist.share is now called dist.broadcast; the old name is accepted until the next release")
-    return broadcast(value, world, timeout_s)
 
 
 def monitored_barrier(name: str, world: World, timeout_s: float) -> bool:

@@ -189,13 +189,6 @@ OPTIONS = {name: option for group in GROUPS.values() for option in group for nam
 ESSENTIAL = {"np", "nodes", "ppn", "retries", "submit", "account", "queue", "walltime", "chain"}
 ESSENTIAL |= {"dry_run", "doctor", "help"}
 """Fields of the options that ``launch --help`` shows without ``all``."""
-GONE = {
-    "--stay": "leave it out, since --elastic restarts all ranks after a fault",
-    "--elastic MIN": "use --elastic without a number, and --spare-nodes K to replace nodes that are lost",
-    "--prewarm": "copy the Python environment to node-local disk (docs/launch.md#slow-imports)",
-}
-"""Options that ``launch`` no longer has, and what to use instead."""
-
 _RANKS, _START, SUBMISSION, _ = GROUPS.values()
 # A short option with its value, as in -N2.
 ATTACHED = re.compile(r"(-[nN])=?(\d.*)")
@@ -256,12 +249,8 @@ def parse(words: Sequence[str]) -> Options:
         option = OPTIONS.get(name)
         if option is None:
             meant = f"; did you mean '{LAUNCH[name]}'?" if name in LAUNCH else nearest(name, OPTIONS)
-            unknown = f"unknown option '{name}'{meant} (launch --help lists the options)"
-            problems.append(f"{name} was removed: {GONE[name]}" if name in GONE else unknown)
+            problems.append(f"unknown option '{name}'{meant} (launch --help lists the options)")
             break  # it may take a value, so it is unclear where COMMAND begins
-        if name == "--elastic" and (equals or "".join(rest[:1]).isdigit()):
-            problems.append(f"--elastic MIN was removed: {GONE['--elastic MIN']}")
-            break
         if not option.metavar:
             if equals:
                 problems.append(f"{name} takes no value")

@@ -19,11 +19,6 @@ from wordrun.study.points import DONE, FAILED, IMPOSSIBLE, Point, Points
 from wordrun.study.progress import Result
 from wordrun.study.runner import Figures, Runner
 
-GONE = {
-    "--bandwidth": "a study measures the time of a step, and no longer estimates it: leave it out",
-    "--no-calibrate": "nothing is measured before the points any more: leave it out",
-}
-"""Options that studies no longer have, and what to use instead."""
 COMMAND = (sys.executable, "-m", "wordrun")
 REMEDY = "or submit the study as one job: launch --submit ... -- wordrun study ... without its own --submit"
 
@@ -52,9 +47,6 @@ def parse_study(
     Raises:
         ConfigError: an override has one of the keys in ``chosen``, and another value.
     """
-    for word in argv:
-        if (name := word.partition("=")[0]) in GONE:
-            raise ConfigError(f"{name} was removed: {GONE[name]}")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results and the runs")
     parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
     parser.add_argument("--submit", action="store_true", help="submit a job for each point instead of running it here")

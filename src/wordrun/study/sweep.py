@@ -74,17 +74,10 @@ class Sweep:
             return None
         try:
             text: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            is_old = "points" in text
-            options = LauncherOptions() if is_old else LauncherOptions(**text["options"])
-            found = cls(folder, text["id"], text["command"], options, table_of(folder, subset))
+            options = LauncherOptions(**text["options"])
+            return cls(folder, text["id"], text["command"], options, table_of(folder, subset))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read ({error}): choose another hydra.sweep.dir") from None
-        if is_old:
-            raise ConfigError(
-                f"{folder} has a sweep of an older version of wordrun: continue it with that version, or choose "
-                "another hydra.sweep.dir"
-            )
-        return found
 
     @classmethod
     def create(cls, folder: Path, command: Sequence[str], options: LauncherOptions) -> Sweep:

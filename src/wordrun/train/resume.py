@@ -21,7 +21,7 @@ from wordrun.common.errors import ConfigError, UserError, first_line
 from wordrun.common.log import FIRST_RANK, LOGGER
 from wordrun.common.run_dir import has_run, in_use
 from wordrun.common.section import value_text
-from wordrun.config.schema import RENAMED, Config, to_plain
+from wordrun.config.schema import Config, to_plain
 from wordrun.dist.collectives import first_text
 from wordrun.dist.setup import seed_everything
 from wordrun.track.run_json import read as read_record
@@ -81,8 +81,6 @@ FREE = {
 NEWEST = 5
 
 
-RNG = "rng"
-"""Prefix of the names of the ranks' RNG states in a checkpoint."""
 STATE = {
     "fixed": dict,
     "facts": dict,
@@ -268,18 +266,13 @@ def fixed_options(cfg: Config) -> dict[str, Any]:
 def check_options(trainer: Training, manifest: dict[str, Any], folder: Path) -> None:
     """Check that the options agree with those of the checkpoint in ``folder``.
 
-    Options that did not exist when it was written are not compared.
-
     Raises:
         ConfigError: options differ; the message lists each with both values.
     """
     ours = {**fixed_options(trainer.cfg), **_facts(trainer)}
-    theirs = {RENAMED.get(name, name): value for name, value in {**manifest["fixed"], **manifest["facts"]}.items()}
-    # Before schedules had their own group, optimizer.decay_lr chose between two.
-    theirs.setdefault("schedule.name", "cosine" if theirs.get("optimizer.decay_lr", True) else "constant")
-    theirs.setdefault("model.mup", False)
+    theirs = {**manifest["fixed"], **manifest["facts"]}
     # A checkpoint in bf16 can be resumed on devices that are not fast at bf16.
-    theirs["train.dtype"] = fast_dtype(manifest.get("dtype", theirs["train.dtype"]), trainer.backend.device)
+    theirs["train.dtype"] = fast_dtype(manifest["dtype"], trainer.backend.device)
     different = [
         f"  {name} is {value_text(theirs[name])} in the checkpoint and {value_text(value)} here"
         for name, value in ours.items()
@@ -299,12 +292,9 @@ def load(trainer: Training, folder: Path, manifest: dict[str, Any], elsewhere: E
     """
     world = trainer.world
     # RNG states belong to ranks: a different layout seeds them anew from the step.
-    layout = manifest["layout"]
-    if len(layout) == 4:  # up to version 0.1, without cp
-        layout = [*layout[:3], 1, layout[3]]
-    same = manifest["backend_name"] == trainer.cfg.train.backend and layout == list(trainer.layout.shape)
-    mine = rng_name(world.rank, manifest.get("rng", "streams"))  # as it was called at first
-    states = manifest.get("hooks")
+    same = manifest["backend_name"] == trainer.cfg.train.backend and manifest["layout"] == list(trainer.layout.shape)
+    mine = rng_name(world.rank)
+    states = manifest["hooks"]
     fetch = {} if elsewhere is None else {"fetch": elsewhere.fetch}
     tensors = trainer.hooks.tensors(states or {})
     own = trainer.backend.load(folder, manifest["backend"], [mine] if same else [], tensors, **fetch)
@@ -325,9 +315,9 @@ def rank_seed(cfg: Config, rank: int) -> int:
     return cfg.train.seed + 1 + rank
 
 
-def rng_name(rank: int, kind: str = RNG) -> str:
+def rng_name(rank: int) -> str:
     """Return the name of a rank's RNG states in a checkpoint."""
-    return f"{kind}.{rank}"
+    return f"rng.{rank}"
 
 
 def own_tensors(trainer: Training) -> dict[str, Tensor]:
@@ -352,7 +342,6 @@ def manifest(trainer: Training) -> dict[str, Any]:
         "trackers": trainer.run.tracker_states(),
         "run": trainer.run.checkpointed(),
         "hooks": trainer.hooks.states(),
-        "rng": RNG,
     }
 
 

@@ -135,17 +135,12 @@ class TrainState:
         }
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned, in this version or an earlier one."""
+        """Continue from what ``state_dict`` returned."""
         self.metrics = dict(stored["metrics"])
-        # Up to version 0.1, the best loss was one of the metrics.
-        self.best_loss = self.metrics.pop("best_val_loss", None)
         for name in STORED:
-            setattr(self, name, stored.get(name, getattr(self, name)))
-        if "best_value" not in stored:  # up to version 0.1, checkpoints were compared by the loss
-            self.best_value = self.best_loss
-        self.rollbacks = {int(step): count for step, count in stored.get("rollbacks", {}).items()}
-        if "spikes" in stored:  # not in checkpoints of versions up to 0.1
-            self.spikes.load_state_dict(stored["spikes"])
+            setattr(self, name, stored[name])
+        self.rollbacks = {int(step): count for step, count in stored["rollbacks"].items()}
+        self.spikes.load_state_dict(stored["spikes"])
         self.seconds = stored["seconds"]
 
     def roll_back(self, stored: Mapping[str, Any]) -> None:

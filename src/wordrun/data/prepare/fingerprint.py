@@ -22,7 +22,7 @@ from wordrun.data.prepare.sources.base import Source
 from wordrun.data.tokenizers.construction import build
 from wordrun.data.tokenizers.options import TokenizerConfig
 
-FORMAT = 2
+FORMAT = 3
 """Version of the prepared data format. Each version gets a different folder name, unless data.prepared sets it."""
 SETTINGS = ("kind", "text_key", "dataset", "subset", "split", "revision", "val_fraction", "shard_mb")
 """The options of TextConfig that affect the shards."""
@@ -47,14 +47,10 @@ def settings(source: Source, tokenizer: TokenizerConfig) -> dict[str, Any]:
         found |= {name: getattr(source.data, name) for name in PAIR_SETTINGS}
     if source.data.kind == "chat":
         found["chat_template"] = hashlib.sha256(template_source(source.data).encode()).hexdigest()
-    elif source.data.kind == "pairs" and source.data.other_fields():  # older versions took them for literal text
+    elif source.data.kind == "pairs":
         found["fields"] = source.data.other_fields()
     if source.data.format:
         found["format"] = source.data.format
-    if source.data.kind == "file":  # newer versions read more files, and fewer rows
-        found["reading"] = 2
-    if source.splits():  # older versions trained on all of these files
-        found["splits"] = "by name"
     found["tokenizer"] = asdict(tokenizer)
     found["state"] = source.state()
     if found["tokenizer"].get("path"):  # the content matters, not the name

@@ -361,9 +361,9 @@ class HookSet(Mapping[str, Hook]):
         ``states`` are those of the checkpoint to read: hooks that it does not have are left out. None: all hooks.
         """
         return {
-            f"hooks.{stored}.{weight}": tensor
+            f"hooks.{name}.{weight}": tensor
             for name, hook in self.items()
-            if (stored := name if states is None else self._stored_name(name, states))
+            if states is None or name in states
             for weight, tensor in hook.tensors().items()
         }
 
@@ -372,20 +372,12 @@ class HookSet(Mapping[str, Hook]):
         for name, hook in self.items():
             if name in self._own:
                 continue
-            stored = self._stored_name(name, states)
+            stored = isinstance(states, dict) and name in states
             with self._named(name, "load" if stored else "setup"):
                 if stored:
-                    hook.load(states[stored])
+                    hook.load(states[name])
                 else:
                     hook.setup(trainer)
-
-    def _stored_name(self, name: str, states: Any) -> str:
-        """Return the name under which a checkpoint's ``states`` have a hook; empty: they do not have it.
-
-        Up to version 0.1, hooks were stored under the names of their classes.
-        """
-        found = (each for each in (name, type(self[name]).__name__) if isinstance(states, dict) and each in states)
-        return next(found, "")
 
     @contextlib.contextmanager
     def _named(self, name: str, event: str, step: int | None = None, *, keep: bool = False) -> Iterator[None]:

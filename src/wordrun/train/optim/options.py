@@ -23,7 +23,7 @@ class OptimizerConfig(Section):
     grad_clip: float = 1.0
     """Maximum gradient norm over the full model; 0: no clipping."""
     decay_lr: bool = True
-    """Deprecated: decay_lr=false means schedule=constant; accepted until the next release."""
+    """nanoGPT's name: decay_lr=false means schedule=constant."""
     warmup_iters: int = 100
     """Number of linear warm-up steps."""
     lr_decay_iters: int | None = None
