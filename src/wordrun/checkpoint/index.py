@@ -49,6 +49,8 @@ class StoredTensor:
     first: int
     """The rank whose file contains the first shard."""
     folder: Path = field(default=Path(), compare=False)
+    key: str = field(default="", compare=False)
+    """Its name in the files; empty: the same as in the index."""
 
     @property
     def shards(self) -> list[StoredShard]:

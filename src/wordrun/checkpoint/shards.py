@@ -272,7 +272,7 @@ def _pieces(
             raise DamagedError(f"{folder} is damaged: {name} {there}; expected {list(shard.shape)}")
         for source in found.overlapping(Box(tuple(shard.offset), tuple(shard.data.shape))):
             if windows := _overlap(source, shard):
-                piece = _Piece(name, found.dtype, source, windows[0], shard.data[windows[1]])
+                piece = _Piece(found.key or name, found.dtype, source, windows[0], shard.data[windows[1]])
                 by_file.setdefault(source.file, []).append(piece)
     return by_file
 
