@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import composed_once
 import hypothesis
 import pytest
 import stand_in
@@ -238,6 +239,11 @@ def _clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "undrawn"))  # see there; without it, runs are drawn
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> None:
+    composed_once.start()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -56,6 +57,7 @@ def _as_typed(override: str, composed: DictConfig) -> str:
     return override if new == plain else f"{key}={_written(new)}"
 
 
+@lru_cache
 def _parsed(override: str, *, as_text: bool) -> Any:
     """Return the value of an override, with the text of each number in quotes if ``as_text``."""
     stream = CommonTokenStream(_listening(OverrideLexer(InputStream(override))))
