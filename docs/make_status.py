@@ -11,8 +11,7 @@ SOURCE = Path(__file__).with_name("status.yaml")
 HEAD = """\
 # Status: what has run where
 
-A date links to the evidence: a test, or a file of results. **An empty cell has not run.** Dates of tests are those of
-the last complete `bin/test`. "One GPU" is an NVIDIA H100 or H200. "Real scheduler" is SLURM or OpenPBS with several
+A date links to a file of results, "test" to a test that `bin/test` runs. **An empty cell has not run.** "One GPU" is an NVIDIA H100 or H200. "Real scheduler" is SLURM or OpenPBS with several
 nodes simulated on one machine. "Real site" is a cluster with its own network and file system: none so far, so please
 tell us how it went on yours.
 
@@ -39,7 +38,7 @@ def render() -> str:
                 parts.append(f"| {feature}: *{cells}* |{' |' * len(columns)}\n")
                 continue
             dates = {
-                name: f"[{cell[:10] if cell.endswith('.md') else status['tests_ran']}](../{evidence(cell)})"
+                name: f"[{cell[:10] if cell.endswith('.md') else 'test'}](../{evidence(cell)})"
                 for name, cell in cells.items()
             }
             parts.append(f"| {feature} | {' | '.join(dates.get(name, '') for name in columns)} |\n")
