@@ -30,7 +30,11 @@ INTERACTIVE = {"perlmutter": "interactive"}
 """The queue of interactive jobs, where it is another."""
 TORCH = {
     "aurora": "frameworks/2025.3.1 has torch 2.10 for XPU, with the backend xccl",
+    "baskerville": "the module has torch 2.1, which wordrun does not support, so pip installs a newer one",
+    "crux": "no module has torch, so pip installs one for CPUs",
+    "engaging": "the module has no torch, so pip installs it",
     "frontier": "no module has torch, so the lines above install it for ROCm before wordrun",
+    "juwels_booster": "the site's is older than wordrun supports, so pip installs one, on a login node",
     "perlmutter": "the module has torch 2.8",
     "polaris": "conda/2025-09-25 has torch 2.8 for CUDA 12.9",
 }

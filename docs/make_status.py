@@ -11,12 +11,13 @@ SOURCE = Path(__file__).with_name("status.yaml")
 HEAD = """\
 # Status: what has run where
 
-A date links to a file of results, "test" to a test that `bin/test` runs. **An empty cell has not run.** "One GPU" is an NVIDIA H100 or H200. "Real scheduler" is SLURM or OpenPBS with several
-nodes simulated on one machine. "Real site" is a cluster with its own network and file system: none so far, so please
-tell us how it went on yours.
+A date links to a results file, "test" to a test that `bin/test` runs. **An empty cell has not run.** "One GPU" is an
+NVIDIA H100 or H200. "Real scheduler" is SLURM or OpenPBS with several nodes simulated on one machine. "Real site" is a
+cluster with its own network and file system: none so far, so please tell us how it works on yours.
 
-Losses "of one process" are equal to 1e-5 (relative) in fp32 on CPUs over gloo, with `train.global_batch_size` fixed and
-without dropout; in bf16 they differ by about 1e-4. They have not been compared across two GPUs.
+"Losses of one process" means that losses match to 1e-5 (relative) in fp32 on CPUs over gloo, with
+`train.global_batch_size` fixed and without dropout; in bf16 they differ by about 1e-4. They have not been compared
+across two GPUs.
 """
 
 

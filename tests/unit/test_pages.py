@@ -93,3 +93,24 @@ def test_the_table_of_variables_is_complete() -> None:
         for path in re.findall(r"`(.*?)`", who):
             file = (ROOT if path.split("/")[0] in ("bin", "conf", "tests") else PACKAGE) / path
             assert file.is_file(), f"{name}: {path}"
+
+
+THEIRS = re.compile(
+    r"command not found|no matches found|ImportError|from mpi4py|torchvision|rank 0 of 1|Address already|NCCL|CUDA|"
+    r"Bus error|No space left|BAD TERMINATION|srun:"
+)
+"""Messages of other programs on the page on troubleshooting."""
+
+
+def test_messages_on_the_page_on_troubleshooting_are_those_of_the_source() -> None:
+    joined = [re.sub(r'" *\n\s*[rf]*"', "", text) for text in SOURCES]
+    source = re.sub(r"\{[^{}]*\}|%[sdg]|%\.\d[a-z]", "\0", "\n".join(joined))
+    rows = re.findall(r"^\| (.*?) \| ", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row) if not THEIRS.search(message)]
+    assert len(quoted) > 15
+    for message in quoted:
+        # What depends on the run: numbers, names in capitals, values in quotes.
+        words = [part.strip(" ,;:(=") for part in re.split(r"\.\.\.|'[^']*'|[\w.:]*\d[\w.:]*|\b[A-Z_]{3,}\b", message)]
+        constant = [part for part in words if len(re.findall(r"\w\w+", part)) > 1]
+        assert constant, message
+        assert [part for part in constant if part not in source] == [], message

@@ -29,7 +29,7 @@ def test_the_facts_are_current(site: str, monkeypatch: pytest.MonkeyPatch) -> No
     import make_sites
 
     assert page(site) == make_sites.render(make_sites.sites()[site], page(site)), "run: python docs/make_sites.py"
-    assert "> **Untried: tell us.**" in page(site)
+    assert "> **Untried ([status](../status.md)): tell us.**" in page(site)
     assert "launch --doctor --json > doctor.json" in page(site)
 
 
