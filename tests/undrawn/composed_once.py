@@ -17,7 +17,7 @@ from hydra._internal.core_plugins.importlib_resources_config_source import Impor
 from hydra._internal.defaults_list import DefaultsList
 
 from wordrun.common.errors import ConfigError
-from wordrun.config import compose, registry
+from wordrun.config import hydra_sources, registry
 
 SCHEMES = {"pkg", "parts", "structured"}
 """Sources that a test cannot change, but for parts."""
@@ -52,7 +52,7 @@ def start() -> None:
                     values = [each for each in overrides_list if each not in choices]
                     return DefaultsList(made.defaults, made.defaults_tree, values, made.overrides)
                 made = choose(repo, config_name, overrides_list, **options)
-                if not compose._problems.get():
+                if not hydra_sources._problems.get():
                     _lists[key] = made, parts
                     _trees[id(made.defaults)] = None
         return made or choose(repo, config_name, overrides_list, **options)
@@ -61,7 +61,7 @@ def start() -> None:
         if stored := _trees.get(id(defaults)):
             return pickle.loads(stored)
         tree = merge(self, defaults, repo)
-        if id(defaults) in _trees and not compose._problems.get():
+        if id(defaults) in _trees and not hydra_sources._problems.get():
             with contextlib.suppress(pickle.PicklingError, AttributeError):  # of options that a function declares
                 _trees[id(defaults)] = pickle.dumps(tree)
         return tree
