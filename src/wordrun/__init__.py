@@ -15,9 +15,9 @@ Importing this package does nothing else: no torch, no MPI, no files, no logging
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wordrun.common.lazy import attribute
+from wordrun.common.lazy import offers
 from wordrun.common.version import __version__
 
 if TYPE_CHECKING:
@@ -29,16 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["Trainer", "__version__", "compose", "load", "load_tokenizer", "register"]
 
 
-def __getattr__(name: str) -> Any:
-    # Lazy, so that `launch --help` pays neither for Hydra nor for torch.
-    return attribute(
-        __name__,
-        name,
-        {
-            "Trainer": "wordrun.train.trainer",
-            "compose": "wordrun.config.compose",
-            "load": "wordrun.api",
-            "load_tokenizer": "wordrun.api",
-            "register": "wordrun.config.registry",
-        },
-    )
+# Lazy, so that `launch --help` pays neither for Hydra nor for torch.
+__getattr__ = offers(
+    __name__,
+    {
+        "wordrun.train.trainer": "Trainer",
+        "wordrun.config.compose": "compose",
+        "wordrun.api": "load load_tokenizer",
+        "wordrun.config.registry": "register",
+    },
+)

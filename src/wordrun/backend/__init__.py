@@ -1,8 +1,8 @@
 """Backends take optimizer steps in parallel. Each is a part: a file, its options and a line in ``config/parts.py``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wordrun.common.lazy import attribute
+from wordrun.common.lazy import offers
 
 if TYPE_CHECKING:
     from wordrun.backend.base import (
@@ -14,19 +14,11 @@ if TYPE_CHECKING:
     from wordrun.backend.compile import prepare as prepare
     from wordrun.backend.torch_backend import TorchBackend as TorchBackend
 
-__all__ = ["Backend", "BackendSpec", "StepResult", "TorchBackend", "build", "prepare"]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(
-        __name__,
-        name,
-        {
-            "Backend": "wordrun.backend.base",
-            "BackendSpec": "wordrun.backend.base",
-            "StepResult": "wordrun.backend.base",
-            "build": "wordrun.backend.base",
-            "TorchBackend": "wordrun.backend.torch_backend",
-            "prepare": "wordrun.backend.compile",
-        },
-    )
+__getattr__ = offers(
+    __name__,
+    {
+        "wordrun.backend.base": "Backend BackendSpec StepResult build",
+        "wordrun.backend.torch_backend": "TorchBackend",
+        "wordrun.backend.compile": "prepare",
+    },
+)

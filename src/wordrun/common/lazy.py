@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Return ``name`` from its module, for a package's ``__getattr__`` (PEP 562).
+def offers(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package (PEP 562) that imports each of its modules when a name of it is used.
 
     Args:
-        package: the package that offers it.
-        name: what is asked for.
-        homes: the module of each name that the package offers.
-
-    Raises:
-        AttributeError: the package does not offer it.
+        package: the package.
+        modules: the names that the package offers, separated by spaces, by the module that has them.
     """
-    if name not in homes:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(homes[name]), name)
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def attribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return attribute
 
 
 def load(target: str) -> Any:

@@ -1,8 +1,8 @@
 """Models: plain ``nn.Module`` classes; backends add the parallelism."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wordrun.common.lazy import attribute
+from wordrun.common.lazy import offers
 
 if TYPE_CHECKING:
     from wordrun.model.base import LossesOf as LossesOf, Model as Model
@@ -17,34 +17,14 @@ if TYPE_CHECKING:
     from wordrun.model.llama import Llama as Llama
     from wordrun.model.transformer import Transformer as Transformer
 
-__all__ = [
-    "GPT",
-    "Llama",
-    "LossesOf",
-    "Model",
-    "Transformer",
-    "build",
-    "draw",
-    "materialize",
-    "meta_model",
-    "new_model",
-]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(
-        __name__,
-        name,
-        {
-            "GPT": "wordrun.model.gpt",
-            "Llama": "wordrun.model.llama",
-            "LossesOf": "wordrun.model.base",
-            "Model": "wordrun.model.base",
-            "Transformer": "wordrun.model.transformer",
-            "build": "wordrun.model.construction",
-            "draw": "wordrun.model.draws",
-            "materialize": "wordrun.model.construction",
-            "meta_model": "wordrun.model.construction",
-            "new_model": "wordrun.model.construction",
-        },
-    )
+__getattr__ = offers(
+    __name__,
+    {
+        "wordrun.model.gpt": "GPT",
+        "wordrun.model.llama": "Llama",
+        "wordrun.model.base": "LossesOf Model",
+        "wordrun.model.transformer": "Transformer",
+        "wordrun.model.construction": "build materialize meta_model new_model",
+        "wordrun.model.draws": "draw",
+    },
+)

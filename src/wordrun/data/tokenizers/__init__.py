@@ -1,8 +1,8 @@
 """Tokenizers, each a class with its options and a line in ``config/parts.py``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wordrun.common.lazy import attribute
+from wordrun.common.lazy import offers
 
 if TYPE_CHECKING:
     from wordrun.data.tokenizers.construction import (
@@ -11,16 +11,4 @@ if TYPE_CHECKING:
         from_json as from_json,
     )
 
-__all__ = ["build", "from_checkpoint", "from_json"]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(
-        __name__,
-        name,
-        {
-            "build": "wordrun.data.tokenizers.construction",
-            "from_checkpoint": "wordrun.data.tokenizers.construction",
-            "from_json": "wordrun.data.tokenizers.construction",
-        },
-    )
+__getattr__ = offers(__name__, {"wordrun.data.tokenizers.construction": "build from_checkpoint from_json"})
