@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 
-from wordrun.checkpoint.load import find
+from wordrun.checkpoint.load import InnerLoadError, find
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.data.tokenizers import construction as tokenizers
 from wordrun.data.tokenizers.base import Tokenizer
 from wordrun.model.base import Model
+
+_loading: ContextVar[tuple[Path, ...]] = ContextVar("loading", default=())
+"""The checkpoints that are being loaded, each by the constructor of the one before it."""
 
 
 def load(
@@ -40,9 +45,21 @@ def load(
     default = torch.get_default_device()
     # In a constructor on the meta device, no values are read yet.
     where = default if device is None or default.type == "meta" else torch.device(device)
-    saved = find(Path(run), str(checkpoint), check=where.type != "meta")
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
-        return saved.load_model(where, torch.float32, weights)
+    is_inner = where.type == "meta"
+    try:
+        saved = find(Path(run), str(checkpoint), check=not is_inner)
+        if saved.folder in _loading.get():
+            raise ConfigError(f"{saved.folder} is the checkpoint of this model: name the run of the other model")
+        outer = _loading.set((*_loading.get(), saved.folder))
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints while reading its checkpoints
+                return saved.load_model(where, torch.float32, weights)
+        finally:
+            _loading.reset(outer)
+    except UserError as error:
+        if is_inner and not isinstance(error, InnerLoadError):
+            raise InnerLoadError(f"wordrun.load({str(run)!r}) in the constructor of a model: {error}") from None
+        raise
 
 
 def load_tokenizer(run: str | Path = "outputs/latest", checkpoint: str | int = "latest") -> Tokenizer:

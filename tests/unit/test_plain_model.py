@@ -240,6 +240,29 @@ def test_a_constructor_may_load_the_model_of_a_run(own: Any, base: type[nn.Modul
         trained(own(Student, "train.resume=run", "train.max_iters=9", "hooks=[ema]"))
 
 
+def test_a_run_that_a_constructor_cannot_load_is_named(own: Any) -> None:
+    class Student(Net):
+        run = "teacher"
+
+        def __init__(self, cfg: NetConfig, shape: Any, classes: int) -> None:
+            super().__init__(cfg, shape, classes)
+            self.teacher = wordrun.load(self.run).requires_grad_(False)
+
+    with pytest.raises(UserError, match=r"^wordrun.load\('teacher'\) in the constructor of a model: .*teacher"):
+        wordrun.Trainer(own(Student))
+    trained(wordrun.compose(["model=convnet", *DIGITS, "train.max_iters=1", "hydra.run.dir=teacher"]))
+    trained(own(Student, "train.max_iters=1"))
+    Path("teacher").rename("moved")
+    with pytest.raises(UserError, match=r"^wordrun.load\('teacher'\) in the constructor of a model: .*teacher"):
+        wordrun.load("run")
+    Student.run = "run"  # as outputs/latest is, once the run has begun
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"step-00000001 is the checkpoint of this model: name the run of the other"
+        ):
+            wordrun.load("run")
+
+
 class Idle(Net):
     """A network with a layer that it does not use, and a frozen one."""
 

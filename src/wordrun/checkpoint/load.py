@@ -31,6 +31,10 @@ ARGUMENTS = ("vocab_size", "model_arguments")
 """Entries of a manifest that the model needs besides the config: the first for text, the second for other data."""
 
 
+class InnerLoadError(UserError):
+    """The constructor of a model could not load the model of another run."""
+
+
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint, with the config and tokenizer of its run."""
@@ -145,6 +149,8 @@ class Saved:
             for name, weight in model.weights() if stored else ():
                 if MODEL + name not in stored or stored[MODEL + name].shape != weight.shape:
                     raise ValueError(f"{name} is missing, or does not have the shape {list(weight.shape)}")
+        except InnerLoadError:
+            raise
         except Exception as error:  # the config may contain anything
             where = f"{self.folder} is damaged: {MANIFEST}"
             raise DamagedError(f"{where}: its config does not match the weights: {first_line(error)}") from None
