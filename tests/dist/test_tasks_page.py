@@ -27,10 +27,13 @@ FILES = dict(re.findall(r"`([\w.]+)`[^`]*?(?:\([^)]*\)[^`]*?)?:\n\n```\w+\n(.*?)
 @pytest.fixture(autouse=True)
 def _page() -> None:
     """Make the page's project in the working directory."""
-    assert sorted(FILES) == ["line.py", "parts.py", "wordrun.yaml"]
+    assert sorted(FILES) == ["parts.py", "wordrun.yaml"]
     for name, text in FILES.items():
         Path(name).write_text(text)
-    shutil.copy(ROOT / "examples/tasks/weighted.py", ".")
+    for name in ("line.py", "weighted.py"):
+        shutil.copy(ROOT / "examples/tasks" / name, ".")
+    block = re.findall(r"```python\n(class Line.*?)```", PAGE, re.DOTALL)[0]
+    assert all(part in Path("line.py").read_text() for part in block.strip().split("\n\n\n"))
     with Path("parts.py").open("a") as file:
         file.write("".join(re.findall(r"^wordrun.register.*weighted.*\n", PAGE, re.MULTILINE)))
 

@@ -63,10 +63,7 @@ def same(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> bool
 
 
 def test_the_pages_tracker_records_no_row_twice(small: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs/extend/tracker.md").read_text()
-    (code,) = re.findall(r"`mine/csv_file.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "csv_file.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples/parts/mine")
     monkeypatch.delitem(sys.modules, "csv_file", raising=False)
     module = importlib.import_module("csv_file")
     monkeypatch.setitem(parts("tracker"), "csv", Part(module.CsvConfig, module.CsvTracker, "tracker", "csv", "here:1"))
