@@ -270,7 +270,7 @@ def test_ranks_that_wait_for_one_that_compiles_do_not_hang(tmp_path: Path, monke
             deadline = time.monotonic() + 90
             while not one.reported and time.monotonic() < deadline:
                 time.sleep(0.01)
-                asked = stack_requests.read(tmp_path / stack_requests.REQUEST)
+                asked = files.read_json(tmp_path / stack_requests.REQUEST)
                 if asked and asked["id"] not in requests:
                     requests.append(asked["id"])
                     answer = Answer(1, "b", 1, stacks=compiling if len(requests) < 3 else {})

@@ -105,17 +105,8 @@ class PipelineBackend(FSDPBackend):
             if not (copy and once):
                 yield ("tokens.weight" if copy else name), parameter
 
-    def load(
-        self,
-        folder: Path,
-        facts: dict[str, Any],
-        rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None,
-        fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:
-        mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
+    def complete_load(self, folder: Path, facts: dict[str, Any], fetch: Fetch | None) -> None:
         self._copy_tied_weight()
-        return mine
 
     def exchange(self, weights: Mapping[str, Tensor]) -> None:
         super().exchange(weights)

@@ -317,7 +317,11 @@ class TorchBackend:
         restored.load(facts.get("optimizer", {}))
         if facts["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(facts["scaler"])
+        self.complete_load(folder, facts, fetch)
         return mine | (shards.read_own(folder, self.rank, others) if others else {})
+
+    def complete_load(self, folder: Path, facts: dict[str, Any], fetch: Fetch | None) -> None:
+        """Restore what subclasses have besides weights and optimizer state; the arguments are those of ``load``."""
 
     def read(
         self,

@@ -7,7 +7,8 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+
+from wordrun.common.files import read_json
 
 REQUEST = "asked.json"
 # A request older than this [s] is a leftover of ranks that have died.
@@ -32,7 +33,7 @@ def request(folder: Path, seconds: float = 0.0) -> str:
         OSError: the folder cannot be written.
     """
     path = folder / REQUEST
-    if asked := read(path):
+    if asked := read_json(path):
         if time.time() - path.stat().st_mtime < STALE_S:
             return str(asked["id"])
         withdraw(folder, asked["id"])
@@ -43,7 +44,7 @@ def request(folder: Path, seconds: float = 0.0) -> str:
             file.write(json.dumps({"id": name, "seconds": seconds}))
     except FileExistsError:  # another one was first
         (folder / name).rmdir()
-        return str((read(path) or {"id": ""})["id"])
+        return str(read_json(path).get("id", ""))
     return name
 
 
@@ -51,11 +52,3 @@ def withdraw(folder: Path, name: str) -> None:
     """Remove a request and its answers."""
     (folder / REQUEST).unlink(missing_ok=True)
     shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """Return the JSON in a file; None: there is none, or it is still being written."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None

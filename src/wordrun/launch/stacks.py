@@ -8,6 +8,7 @@ from pathlib import Path
 
 from wordrun.common import stack_requests
 from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.files import read_json
 
 # Ranks look for requests at least this often [s], and wait for each other's answers equally long.
 PATIENCE_S = 90.0
@@ -29,7 +30,7 @@ def main(run: str, records: str) -> int:
     except OSError as error:
         raise ConfigError(f"--stacks {run}: cannot write to {folder}: {error.strerror}") from None
     deadline = time.monotonic() + PATIENCE_S
-    while (stack_requests.read(folder / stack_requests.REQUEST) or {}).get("id") == name:
+    while read_json(folder / stack_requests.REQUEST).get("id") == name:
         if time.monotonic() > deadline:
             stack_requests.withdraw(folder, name)
             raise UserError(
@@ -49,15 +50,15 @@ def _folder(run: str, records: str) -> Path:
     """Return the folder in which the ranks of a run report."""
     path = Path(run).expanduser()
     if path.is_dir():
-        record, folder = stack_requests.read(path / "launch.json"), path.resolve() / "failures"
-        state = str((stack_requests.read(path / "run.json") or {}).get("exit_reason", ""))
-        if record is None and not state:
+        record, folder = read_json(path / "launch.json"), path.resolve() / "failures"
+        state = str(read_json(path / "run.json").get("exit_reason", ""))
+        if not record and not state:
             raise ConfigError(f"--stacks {run} is not a run directory: it has neither a run.json nor a launch.json")
     else:
         file = path if path.is_file() else Path(records) / f"{run}.json"
-        record, folder, state = stack_requests.read(file), stack_requests.folder_of(str(file)), ""
-        if record is None:
+        record, folder, state = read_json(file), stack_requests.folder_of(str(file)), ""
+        if not record:
             raise ConfigError(f"--stacks {run} should be a run directory, a launch.json or the ID of a run")
-    if (record or {}).get("end") or state not in ("", "running"):
-        raise UserError(f"--stacks {run}: it has ended ({(record or {}).get('end') or state})")
+    if record.get("end") or state not in ("", "running"):
+        raise UserError(f"--stacks {run}: it has ended ({record.get('end') or state})")
     return folder

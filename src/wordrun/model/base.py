@@ -46,7 +46,9 @@ class LazyWeights(Mapping[str, Tensor]):
 class LossesOf:
     """The losses of a batch, as an argument for wrappers that can only call a model, such as DistributedDataParallel.
 
-    A model that is called with it computes the losses, for which it calls itself with the tensors.
+    A model that is called with it computes the losses, for which it calls itself with the tensors: so below such a
+    wrapper, ``Model.__call__`` is entered twice. A module around the model would avoid that, but all parameters in
+    DeepSpeed's checkpoints would have other names.
     """
 
     batch: Any

@@ -194,16 +194,9 @@ class Islands(TorchBackend):
         }
         return found | {name.removeprefix(prefix): replace(tensor, key=name) for name, tensor in own.items()}
 
-    def load(
-        self,
-        folder: Path,
-        facts: dict[str, Any],
-        rank_tensors: Sequence[str] = (),
-        weight_like: Mapping[str, Tensor] | None = None,
-        fetch: Fetch | None = None,
-    ) -> dict[str, Tensor]:
-        """Read this island's state and the outer state; without an outer state, start one from the weights."""
-        mine = super().load(folder, facts, rank_tensors, weight_like, fetch)
+    def complete_load(self, folder: Path, facts: dict[str, Any], fetch: Fetch | None) -> None:
+        """Read the outer state, after this island's; without an outer state, start one from the weights."""
+        super().complete_load(folder, facts, fetch)
         state = self.model_state()
         for name, tensor in self.outer.items():
             local(tensor).copy_(local(state[name].detach()))
@@ -214,7 +207,6 @@ class Islands(TorchBackend):
         self.read(folder, outer, stored, fetch)
         self.steps = facts.get("steps", self.steps)
         self.stale = set(range(len(self.fragments))) if facts.get("between") else set()
-        return mine
 
 
 def fragments(names: Iterable[str], count: int, block_of: Callable[[str], str]) -> list[list[str]]:

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from wordrun.common import owner, sigint
+from wordrun.common.files import read_json
 from wordrun.common.log import LOGGER
 from wordrun.data.prepare.writer import make_folder
 from wordrun.dist import World
@@ -80,17 +80,8 @@ def held(path: Path) -> Iterator[bool]:
 
 def holder(path: Path) -> str:
     """Return a description of the lock's holder."""
-    content = _content(path)
+    content = read_json(path)
     return f"process {content['pid']} on {content['host']}" if content else "another process"
-
-
-def _content(path: Path) -> dict[str, Any] | None:
-    """Return the host and process of the lock's holder, or None if they cannot be read."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content
 
 
 def _take(path: Path) -> bool:
@@ -101,7 +92,7 @@ def _take(path: Path) -> bool:
                 file.write(content)
             return True
         except FileExistsError:
-            dead = owner.is_dead(_content(path) or {})
+            dead = owner.is_dead(read_json(path))
             if dead is False or (dead is None and not _is_silent(path)):
                 return False
             with contextlib.suppress(OSError):  # if several processes get here, only one rename succeeds

@@ -186,7 +186,7 @@ class Watch:
         Returns:
             For how many seconds this rank should not ask: infinite once a hang is reported.
         """
-        asked = stack_requests.read(self.folder / stack_requests.REQUEST)
+        asked = files.read_json(self.folder / stack_requests.REQUEST)
         if not asked or asked["id"] == self._answered:
             return 0.0
         self._answered = asked["id"]
@@ -261,7 +261,7 @@ class Watch:
         )
 
     def _report(self, asked: dict[str, Any], answers: Path) -> None:
-        found = [report.Answer(**each) for path in answers.glob("*[0-9].json") if (each := stack_requests.read(path))]
+        found = [report.Answer(**each) for path in answers.glob("*[0-9].json") if (each := files.read_json(path))]
         found.sort(key=lambda answer: answer.rank)
         hangs = bool(asked["seconds"])
         compiling = [answer.rank for answer in found if stacks.compiles(answer.stacks)]
