@@ -26,7 +26,7 @@ def load(
     weights: str = "model",
     device: str | torch.device | None = None,
 ) -> Model:
-    """Return the trained model of a run, an ``nn.Module`` in evaluation mode and fp32, whatever ranks saved it.
+    """Return the trained model of a run, an ``nn.Module`` in evaluation mode and fp32, saved by any layout of ranks.
 
     ``model.cfg`` has the options of wordrun's own models. Parts of a project are found as in a run: call this in its
     folder, or register them before. The constructor of a model may call this, for a teacher or a reference.

@@ -41,7 +41,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 def guard(world: World) -> Iterator[None]:
     """End the entire job when this rank raises, and print its traceback once.
 
-    A ``UserError`` prints only its message and ends the job with its exit status. ``sys.exit`` does as in any program.
+    A ``UserError`` prints only its message and ends the job with its exit status. ``sys.exit`` works as in any program.
     Any other exception prints a traceback, the rank and its host, and ends the job with status 1. Ranks that fail as a
     consequence print nothing.
     """

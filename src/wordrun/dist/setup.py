@@ -71,7 +71,7 @@ def setup(world: World | None = None, *, device: str = "auto", timeout_s: int = 
         seed: seed of Python's, NumPy's and torch's random number generators, the same on all ranks.
 
     Raises:
-        WorldError: the ranks cannot meet, or the device does not exist.
+        WorldError: the ranks cannot connect to each other, or the device does not exist.
     """
     if _joined.world is None:
         _join(world or identify(), device, timeout_s)

@@ -128,7 +128,7 @@ class Tracker:
         """Record the run's summary and close."""
 
     def abandon(self) -> None:
-        """Release what would fail again when the process exits; called instead of ``finish`` after a failure."""
+        """Release resources that would fail again at exit; called instead of ``finish`` after a failure."""
 
 
 class AppendOnlyTracker(Tracker):

@@ -166,7 +166,7 @@ class Task:
         raise NotImplementedError
 
     def announce(self, examples: int) -> None:
-        """Log which data the run trains on, and how many epochs ``examples`` are."""
+        """Log the run's data, and the number of epochs of ``examples``."""
         raise NotImplementedError
 
 
