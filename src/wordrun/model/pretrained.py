@@ -12,6 +12,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wordrun.common.errors import ConfigError, first_line
@@ -110,10 +111,33 @@ def open_weights(folder: Path, cfg: TransformerConfig, vocab_size: int | None = 
         problems += found
     if isinstance(described, MoEConfig):
         files, shapes = huggingface_experts.join(files, shapes, architecture(described).names)
+    return fitting(folder, (files, shapes), described, cfg, (problems, overrides))
+
+
+def fitting(
+    source: Path,
+    weights: tuple[Mapping[str, Tensor], Mapping[str, torch.Size]],
+    described: TransformerConfig,
+    cfg: TransformerConfig,
+    different: tuple[list[str], list[str]],
+) -> Mapping[str, Tensor]:
+    """Return weights by the names of our model's ``state_dict``, each read when it is accessed.
+
+    Args:
+        source: where the weights are, for messages.
+        weights: the weights by transformers' names, and the shapes of all of them.
+        described: the options of their model.
+        cfg: the options of ours.
+        different: how the two differ, as ``differences`` returned it.
+
+    Raises:
+        ConfigError: they differ, or weights are missing, left over, or have other shapes.
+    """
+    (files, shapes), (problems, overrides) = weights, different
     names, mismatches = match(files, shapes, described)
     if overrides:
-        problems.append(f"use the options of these weights: {' '.join(overrides)}")
-    problems += [f"{folder}: {problem}" for problem in mismatches]
+        problems = [*problems, f"use the options of these weights: {' '.join(overrides)}"]
+    problems = [*problems, *(f"{source}: {problem}" for problem in mismatches)]
     if problems:
         raise ConfigError("\n".join(problems))
     return LazyWeights({name: partial(_convert, files, name, theirs, cfg) for name, theirs in names.items()})

@@ -33,7 +33,7 @@ from wordrun.data.prepare.sources import locate
 from wordrun.data.shards import ANSWER, plain
 from wordrun.data.validation_set import ValidationPairs, ValidationSequences, ValidationTokens
 from wordrun.dist.mesh import Layout
-from wordrun.model import huggingface_files, lora, pretrained
+from wordrun.model import huggingface_files, lora, nanogpt, pretrained
 from wordrun.model.base import Model
 from wordrun.model.construction import meta_model, new_model
 from wordrun.model.generate import generate, predictor, why_silent
@@ -119,6 +119,11 @@ class LanguageTask(Task):
             folder = huggingface_files.fetch(source.removeprefix("hf:"))
             pretrained.open_weights(folder, lora.without(cfg.transformer), vocab_size)
             return
+        if source.startswith(nanogpt.PREFIX):
+            if not isinstance(cfg.model, TransformerConfig) or cfg.lora_rank:
+                raise ConfigError(f"train.init_from={source} is for a complete GPT: use model=nano, without LoRA")
+            nanogpt.open_weights(source.removeprefix(nanogpt.PREFIX), cfg.model, vocab_size)
+            return
         super().check_source(cfg, source)
         if isinstance(cfg.model, TransformerConfig):
             saved = find(Path(source), check=False)
@@ -190,6 +195,9 @@ class LanguageTask(Task):
             return self.meta_model.own_weights()
         if source.startswith("hf:"):
             weights = self._weights_from_hf(source, world)
+        elif source.startswith(nanogpt.PREFIX):
+            path = source.removeprefix(nanogpt.PREFIX)
+            weights = nanogpt.open_weights(path, self.cfg.transformer, self.vocab_size)
         else:
             folder, weights = self.weights_in(source, world)
         if cfg.lora_rank:

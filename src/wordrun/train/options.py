@@ -172,8 +172,8 @@ class TrainConfig(Section):
     """Run directory or checkpoint to resume from, or auto: the newest checkpoint in this run directory if there is
     one, else a new run; null: auto if the job was requeued, chained or retried, else a new run."""
     init_from: str | None = None
-    """Where a new run loads its initial weights from: a run directory, a checkpoint, or a Hugging Face model
-    (hf:DIRECTORY or hf:NAME). A resumed run ignores it."""
+    """Where a new run loads its initial weights from: a run directory, a checkpoint, a Hugging Face model (hf:DIRECTORY
+    or hf:NAME), or a checkpoint of nanoGPT or wordplay (nanogpt:FILE). A resumed run ignores it."""
 
     @property
     def save_intervals(self) -> tuple[int, ...]:
