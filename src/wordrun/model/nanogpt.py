@@ -55,7 +55,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], GPTConfig]:
         content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         arguments: dict[str, Any] = dict(content["model_args"])
         state = {name.removeprefix(COMPILED): tensor for name, tensor in content["model"].items()}
-        shape = {name: int(arguments.pop(name)) for name in SHAPES}
+        shape: dict[str, Any] = {name: int(arguments.pop(name)) for name in SHAPES}
         described = GPTConfig(bias=bool(arguments.pop("bias")), gelu="none", **shape)
     except Exception as error:  # torch and pickle have their own, and the file may contain anything
         why = f"lacks {error}" if isinstance(error, KeyError) else unpickling_problem(error)
