@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from wordrun.common.errors import ConfigError
-from wordrun.launch.options import Options, arguments_of_wordrun
+from wordrun.launch.options import Options
 from wordrun.launch.parser import GROUPS, help_text, parse
+from wordrun.launch.wordrun_command import arguments_of_wordrun
 
 pytestmark = pytest.mark.unit
 

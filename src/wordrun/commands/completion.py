@@ -19,10 +19,10 @@ from wordrun.config import project
 from wordrun.config.registry import documentation
 from wordrun.config.schema import SECTIONS, SEVERAL, schemas
 from wordrun.launch.launchers import LAUNCHERS
-from wordrun.launch.options import arguments_of_wordrun
 from wordrun.launch.parser import GROUPS as LAUNCH_GROUPS, OPTIONS as LAUNCH_OPTIONS
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site_files import site_files
+from wordrun.launch.wordrun_command import arguments_of_wordrun
 from wordrun.train.help import GROUPS, METRICS, choices
 
 SCRIPTS = {

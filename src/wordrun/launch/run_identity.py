@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from wordrun.common.errors import ConfigError
 from wordrun.common.run_dir import new_run_id
 from wordrun.launch.job import Job
-from wordrun.launch.options import PYTHON, arguments_of_wordrun
 from wordrun.launch.request import Identity
+from wordrun.launch.wordrun_command import PYTHON, arguments_of_wordrun
 
 
 def records_folder(command: Sequence[str], env: Mapping[str, str]) -> str:
