@@ -135,6 +135,23 @@ def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_p
     cluster.wait(lambda: any(offer in path.read_text() for path in runs.glob("*/log.txt")), "the offer", 100)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("again", ["--retries 2", "--elastic"])
+def test_a_lost_host_is_replaced_by_the_spare_one(cluster: Cluster, tmp_path: Path, again: str) -> None:
+    words = [*again.split(), *shlex.split("-N 2 --ppn 1 --spare-nodes 1"), *HYDRA, "--", "python", "-m", "wordrun"]
+    changed = ("train.max_iters=3000", "train.checkpoint_interval=100", "hydra.run.dir=run")
+    job = submit(cluster, *words, *SMALL, *changed)
+    cluster.wait(lambda: [*tmp_path.glob("run/checkpoints/step-*")], "a checkpoint", 100)
+    cluster.kill_host("h2")
+    try:
+        cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 150)
+    finally:
+        cluster.start_daemons("h2")
+    text = next(tmp_path.glob("test.o*")).read_text()
+    assert "launch: finished without h2, lost during the run: resumed from " in text
+    assert cluster.job(job)["Exit_status"] == 0, text
+
+
 # Programs on two hosts, each with its exit status. (Rank 0 draws plots after the training and ends later than rank 1.)
 STATUSES = """
 $train hydra.run.dir=finished train.max_iters=1; echo finished $?
