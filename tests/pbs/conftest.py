@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +47,8 @@ set server flatuid=True
 set server job_history_enable=True
 set server scheduler_iteration=1
 """
+# The user of most jobs: PBS's daemons signal no processes of root.
+USER, UID = "ada", 31415
 PATH = f"{EXEC}/bin:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -55,10 +59,20 @@ class Cluster:
         self.folder = folder
         self.inits: dict[str, int] = {}
         """The first process of each host."""
+        self.home = Path(tempfile.mkdtemp(prefix="wordrun-pbs-", dir="/tmp"))
+        """The user's, on all hosts."""
+        os.chown(self.home, UID, UID)
+        for name, line in (("passwd", f"{USER}:x:{UID}:{UID}::{self.home}:/bin/bash"), ("group", f"{USER}:x:{UID}:")):
+            (folder / name).write_text(f"{Path('/etc', name).read_text()}{line}\n")
 
-    def run(self, *words: str | Path, host: str = "head", timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host, in the present folder."""
+    def run(
+        self, *words: str | Path, host: str = "head", timeout: float = 60, user: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host, in the present folder, as root or as the ``user``."""
         enter = ["nsenter", "--all", f"--target={self.inits[host]}", "env", f"--chdir={os.getcwd()}", f"PATH={PATH}"]
+        if user:
+            who = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+            enter += [f"HOME={self.home}", f"USER={USER}", *who]
         return subprocess.run(
             [*enter, *map(str, words)], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
         )
@@ -96,6 +110,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Start the cluster; all of its processes end with the namespaces' first ones."""
     made = Cluster(tmp_path_factory.mktemp("pbs"))
     with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, made.home, ignore_errors=True)
         for name in ADDRESSES:
             stack.enter_context(_namespaces(made, name))
         _connect(made)
@@ -144,6 +159,7 @@ def _namespaces(cluster: Cluster, name: str) -> Iterator[None]:
             ["hostname", name],
             ["ip", "link", "set", "lo", "up"],
             ["mount", "--bind", names, "/etc/hosts"],
+            *(["mount", "--bind", cluster.folder / name, f"/etc/{name}"] for name in ("passwd", "group")),
             ["mount", "--bind", conf, INSTALLED],
             ["mount", "--bind", home, "/mnt"],
             ["mount", "-t", "tmpfs", "tmpfs", "/var/tmp"],

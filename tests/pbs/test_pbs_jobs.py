@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -16,6 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Cluster
 
+UID = 31415
 pytestmark = pytest.mark.timeout(180)
 
 # pbs_tmrsh starts a process on another host of the job, though without the shell that ssh would start.
@@ -31,14 +33,25 @@ SMALL = tuple(
 )
 
 
-def submit(cluster: Cluster, *words: str) -> str:
+def submit(cluster: Cluster, *words: str, user: bool = False) -> str:
+    """Submit a command of launch from the present folder, and return the job's id; of a chain, all ids."""
     Path("rsh").write_text('#!/bin/sh\nhost=$1\nshift\nexec pbs_tmrsh "$host" sh -c "$*"\n')
     Path("rsh").chmod(0o755)
     limit = () if "--walltime" in words else ("--walltime", "0:05:00")
-    done = cluster.run("launch", "--submit", *limit, "--job-name", "test", *words)
+    done = cluster.run("launch", "--submit", *limit, "--job-name", "test", *words, user=user)
     assert done.returncode == 0, done.stderr
-    (job,) = re.findall(r"^submitted (\S+) \(site", done.stdout)
-    return job
+    (jobs,) = re.findall(r"^submitted (\S+(?: then \S+)*) \(site", done.stdout)
+    return jobs.replace(" then ", " ")
+
+
+@pytest.fixture
+def odd(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the user's present folder, whose name has characters that mean something to shells, Hydra and PBS."""
+    folder = cluster.home / """it's a "näme" $HOME #1 {x}=[y]"""
+    folder.mkdir(exist_ok=True)
+    os.chown(folder, UID, UID)
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @contextlib.contextmanager
@@ -138,7 +151,15 @@ def test_a_run_of_a_cancelled_job_is_offered_to_the_next(cluster: Cluster, tmp_p
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("again", ["--retries 2", "--elastic"])
 def test_a_lost_host_is_replaced_by_the_spare_one(cluster: Cluster, tmp_path: Path, again: str) -> None:
-    words = [*again.split(), *shlex.split("-N 2 --ppn 1 --spare-nodes 1"), *HYDRA, "--", "python", "-m", "wordrun"]
+    words = [
+        *again.split(),
+        *shlex.split("--no-freeze -N 2 --ppn 1 --spare-nodes 1"),
+        *HYDRA,
+        "--",
+        "python",
+        "-m",
+        "wordrun",
+    ]
     changed = ("train.max_iters=3000", "train.checkpoint_interval=100", "hydra.run.dir=run")
     job = submit(cluster, *words, *SMALL, *changed)
     cluster.wait(lambda: [*tmp_path.glob("run/checkpoints/step-*")], "a checkpoint", 100)
@@ -150,6 +171,28 @@ def test_a_lost_host_is_replaced_by_the_spare_one(cluster: Cluster, tmp_path: Pa
     text = next(tmp_path.glob("test.o*")).read_text()
     assert "launch: finished without h2, lost during the run: resumed from " in text
     assert cluster.job(job)["Exit_status"] == 0, text
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.timeout(300)
+def test_a_chain_whose_first_job_is_cancelled(cluster: Cluster, odd: Path) -> None:
+    """Its losses are bitwise identical to those of an undisturbed run."""
+    words = [*shlex.split("--no-freeze -N 2 --ppn 1"), *HYDRA, "--", "python", "-m", "wordrun", *SMALL]
+    words += shlex.split("train.max_iters=3000 train.checkpoint_interval=100 train.log_interval=1")
+    whole = submit(cluster, *words, "hydra.run.dir=whole", user=True)
+    cluster.wait(lambda: cluster.job(whole)["job_state"] == "F", "the undisturbed run ends", 150)
+    first, second = submit(cluster, "--chain", "2", *words, "hydra.run.dir=chained", user=True).split()
+    cluster.wait(lambda: [*odd.glob("chained/checkpoints/step-*")], "a checkpoint", 100)
+    assert cluster.run("qdel", first, user=True).returncode == 0
+    cluster.wait(lambda: cluster.job(second)["job_state"] == "F", "the chain ends", 150)
+    texts = [path.read_text() for path in sorted(odd.glob("test.o*"))]
+    assert [cluster.job(job)["Exit_status"] for job in (whole, first, second)] == [0, 271, 0], texts
+    assert 0 < max(losses(odd / "whole")) == max(losses(odd / "chained")), texts
+    assert losses(odd / "whole") == losses(odd / "chained")
 
 
 # Programs on two hosts, each with its exit status. (Rank 0 draws plots after the training and ends later than rank 1.)
