@@ -45,6 +45,9 @@ HEALTHY = {
     "torch_s": 2.0,
     "devices": 2,
     "unreached": [],
+    "all_reduce": "",
+    "own_address": "10.0.0.1",
+    "interface": "",
 }
 
 
@@ -129,6 +132,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "crowded": ({"local_size": 4}, "devices", "warning", "--ppn 2"),
     "unreachable": ({"meets": "cannot reach"}, "address", "wrong", "MASTER_ADDR=ADDRESS"),
     "closed ports": ({"unreached": ["rank 2 on b: refused"]}, "sockets", "wrong", "GLOO_SOCKET_IFNAME"),
+    "no sum": ({"all_reduce": "connection refused"}, "all-reduce", "wrong", "GLOO_SOCKET_IFNAME=NAME"),
+    "a loopback name": (
+        {"own_address": "127.0.1.1", "interface": "eth0"},
+        "all-reduce",
+        "warning",
+        "mend the line of /etc/hosts that begins with 127.0.1.1 on b",
+    ),
     "one device twice": ({"device": 0}, "device order", "wrong", "--gpu-bind=none"),
     "one device twice, by its hardware": ({"device_id": "0"}, "device order", "wrong", "--gpu-bind=none"),
     "far cores": ({"affinity": [0, 32]}, "device order", "wrong", "leave --cpu-bind out"),
@@ -320,6 +330,10 @@ def connected(port: int) -> socket.socket:
         except OSError:
             assert time.monotonic() < end
             time.sleep(0.02)
+
+
+def test_the_sum_over_all_ranks_is_in_training_s_own_group() -> None:
+    assert probe.all_reduce() == ""  # a group of this process alone
 
 
 def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:

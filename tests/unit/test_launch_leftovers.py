@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 
 from wordrun.common import owner, shm
 from wordrun.launch import leftovers
+from wordrun.launch.job import Job
+from wordrun.launch.options import Options
+from wordrun.launch.schedulers import SCHEDULERS
 
 ME = owner.this_process()
 
@@ -51,8 +55,22 @@ def test_folders_of_dead_launches_are_removed(
     others = tmp_path / "wordrun-launch-notes"
     others.mkdir()
     (tmp_path / name.format(9)).symlink_to(others)
-    leftovers.clear(str(tmp_path))
+    assert leftovers.clear(str(tmp_path)) == [os.getpid()]
+    assert leftovers.clear(str(tmp_path), this=str(tmp_path / kept[1])) == []
     assert {path.name for path in tmp_path.iterdir()} == {*kept[:-1], others.name, name.format(9)}
+
+
+@pytest.mark.parametrize(("scheduler", "what"), [("pbs", "both use the cores"), ("slurm", "srun waits while")])
+def test_another_launch_of_the_same_job_is_named(scheduler: str, what: str) -> None:
+    found = SCHEDULERS[scheduler]
+    job = Job(hosts=("a",), cores=(1,), devices=(0,), slots=(1,), scheduler=scheduler, id="7")
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, found.variable: "7"}) as other:
+        time.sleep(0.1)
+        message = found.with_others(job, Options(), [os.getpid(), other.pid])
+        assert message.startswith(f"process {other.pid} is another launch of this job: {what}")
+        assert not found.with_others(replace(job, id="8"), Options(), [other.pid])
+        assert not found.with_others(job, Options(hostfile="f"), [other.pid])
+        other.kill()
 
 
 def test_files_of_unfinished_processes_stay_until_somebody_has_reported_them(

@@ -9,12 +9,14 @@ import re
 import selectors
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from wordrun.common.errors import UserError
+from wordrun.common.errors import UserError, first_line
 from wordrun.common.listener import Listener, UnfitError
+from wordrun.common.loopback import resolve
 from wordrun.common.version import torch_build
 from wordrun.dist import mpi
 from wordrun.dist.device import hidden
@@ -22,6 +24,9 @@ from wordrun.dist.world import World, discover
 
 MEETING_S = 20.0
 BACK_S = 3.0
+# The time limit of joining the process group and of an all-reduce in it; and of both, if torch does not keep it.
+REDUCE_S, REDUCE_MOST_S = 20, 50.0
+LATE = f"no end within {REDUCE_MOST_S:g} s"
 # A rank's greeting: the port at which it listens (0: none), its rank and its host.
 HELLO, LAST_PORT = re.compile(rb"(\d{1,5}) (\d{1,9}) (\S+)\n"), 65535
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -58,9 +63,41 @@ def main(prefix: str) -> int:
     else:
         found |= device_of(found.get("local_rank", 0), found["devices"], os.environ)
         found["device_id"] = _hardware_id(found["index"])
+    alone = bool(found["problems"] or found["meets"]) or found["mpi_size"] not in (None, found["size"])
+    if not alone and found["size"] > 1:
+        found["all_reduce"] = all_reduce()
+        found["own_address"], found["interface"] = resolve(found["host"]), os.environ.get("GLOO_SOCKET_IFNAME", "")
     sys.stdout.write(f"{prefix}{json.dumps(found)}\n")  # one write, so that other ranks' output cannot split it
     sys.stdout.flush()
+    if found.get("all_reduce") == LATE:
+        os._exit(0)  # the thread may wait for other ranks for ever
     return 0
+
+
+def all_reduce() -> str:
+    """Join the process group as training does, and sum a number over all ranks; return the error (empty: none)."""
+    import torch.distributed
+
+    from wordrun.dist.setup import cleanup, identify, setup
+
+    errors = [LATE]
+
+    def add() -> None:
+        try:
+            world = setup(identify(), timeout_s=REDUCE_S)
+            total = torch.ones(1, device=world.device)
+            torch.distributed.all_reduce(total)
+            wrong = f"{world.size} ones add up to {total.item():g}" if total.item() != world.size else ""
+        except Exception as error:  # RuntimeError, or a subclass of it that depends on the backend
+            wrong = first_line(error)
+        else:
+            cleanup()
+        errors.append(wrong)
+
+    thread = threading.Thread(target=add, daemon=True)
+    thread.start()
+    thread.join(REDUCE_MOST_S)
+    return errors[-1]
 
 
 def _mpi_size(world: World, problems: list[str]) -> int | None:

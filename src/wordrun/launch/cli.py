@@ -134,6 +134,9 @@ def _run(options: Options, plan: LaunchPlan) -> int:
                 say(record.continued_without(plan, left_out) if status == 0 else "")
                 return status
             retries.use_one()
+            if outcome.lost_hosts and not {*plan.launcher.single} <= {*options.launcher_args}:
+                # On the other hosts, SLURM reserves the CPUs of a step until it knows of the loss.
+                options = replace(options, launcher_args=(*options.launcher_args, *plan.launcher.single))
             left_out |= set(map(short, fault.hosts))
             without = f" without {', '.join(sorted(left_out))}" if left_out else ""
             say(f"{fault.meaning} ({fault.line}): relaunching{without}")

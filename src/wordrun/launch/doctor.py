@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
+from wordrun.common.loopback import is_loopback
 from wordrun.launch import site_files
 from wordrun.launch.environment import is_stale
 from wordrun.launch.job import short
@@ -35,6 +37,8 @@ LONG_TMPDIR = 60
 MEASURED = "outputs/bandwidth/*/bandwidth.json"
 # Messages of 4 MB between two ranks do not saturate an adapter; below this share, it is faulty or not used.
 SLOW_SHARE = 0.3
+# A finding names this many ranks or hosts.
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,7 @@ def of_ranks(
         _mpi(plan, ranks),
         _address(plan, ranks),
         _sockets(plan, ranks),
+        *_all_reduce(plan, ranks),
         _cores(plan, ranks),
         _threads(ranks),
         _devices(plan, ranks, known),
@@ -245,6 +250,30 @@ def _sockets(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:
     remedy = f"ports between the hosts are closed on this network: {another}, or ask the site which ports are open"
     ok = f"every host can connect to rank 0's host, and back ({hosts} hosts)" if hosts > 1 else "one host"
     return _check("sockets", wrong, remedy, ok)
+
+
+def _all_reduce(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return what came of an all-reduce in a process group like that of training; nothing if there was none."""
+    done = sorted((rank for rank in ranks if "all_reduce" in rank), key=lambda rank: int(rank["rank"]))
+    if not done:
+        return []
+    failed = [f"rank {rank['rank']} on {rank['host']}: {rank['all_reduce']}" for rank in done if rank["all_reduce"]]
+    several = len({rank["host"] for rank in ranks}) > 1
+    loopback = {rank["host"]: rank["own_address"] for rank in done if several and is_loopback(rank["own_address"])}
+    used = {rank["host"]: rank["interface"] for rank in done if several and rank["interface"]}
+    resolves = [f"{host} resolves to {address} on itself" for host, address in loopback.items()]
+    gloo = [f"gloo uses {', '.join([f'{name} on {host}' for host, name in used.items()][:MOST_NAMED])}"] * bool(used)
+    found = "; ".join([*failed[:MOST_NAMED], *resolves[:MOST_NAMED], *gloo])
+    lines = (f"that begins with {address} on {host}" for host, address in loopback.items())
+    remedies = [f"mend the line of /etc/hosts {', and the one '.join(islice(lines, MOST_NAMED))}"] * bool(loopback)
+    if failed:
+        remedies.append(
+            "choose the interface towards the other hosts: --env GLOO_SOCKET_IFNAME=NAME, or NCCL_SOCKET_IFNAME"
+        )
+        return [Finding("all-reduce", "wrong", found, "; or ".join(remedies))]
+    if loopback:
+        return [Finding("all-reduce", "warning", f"{found}; programs without wordrun may use lo", remedies[0])]
+    return [Finding("all-reduce", "ok", "; ".join([f"the sum over {plan.ranks.np} ranks is right", *gloo]))]
 
 
 def _cores(plan: LaunchPlan, ranks: Sequence[Mapping[str, Any]]) -> Finding:

@@ -134,8 +134,8 @@ def _convenience(request: Request, launcher: Launcher, env: Mapping[str, str]) -
         for name in networks:
             if name not in env:
                 yield name, (loopback, "single host: no other host can connect to the ranks")
-    # Ranks of a training choose an interface each, on their host (dist.setup).
-    chooses = request.options.trains or "GLOO_SOCKET_IFNAME" in env
+    # wordrun's ranks choose an interface each, on their host (dist.setup).
+    chooses = request.options.runs_wordrun or "GLOO_SOCKET_IFNAME" in env
     here = short(request.hosts[0]) == short(socket.gethostname())
     if request.ranks.nodes > 1 and here and not chooses and (interface := interface_for_gloo(request.hosts[1:])):
         yield "GLOO_SOCKET_IFNAME", (interface, "this host's name resolves to a loopback address")

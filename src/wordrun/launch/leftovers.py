@@ -36,13 +36,21 @@ def claim(folder: str) -> None:
         json.dump(owner.this_process(), file)
 
 
-def clear(folder: str) -> None:
-    """Remove the folders and files of dead launches in ``folder`` and in TMPDIR, and shared memory of their MPI."""
+def clear(folder: str, this: str = "") -> list[int]:
+    """Remove the folders and files of dead launches in ``folder`` and in TMPDIR, and shared memory of their MPI.
+
+    Returns:
+        The process IDs of other launches that run on this host: of all folders but ``this``.
+    """
+    running = []
     for parent in {folder, os.environ.get("TMPDIR") or "/tmp"}:
         for entry in _own_entries(parent, "wordrun-"):
             if FOLDER.fullmatch(entry.name):
-                if owner.is_dead(read_json(Path(entry.path, OWNER))):
+                launch = read_json(Path(entry.path, OWNER))
+                if owner.is_dead(launch):
                     shutil.rmtree(entry.path, ignore_errors=True)
+                elif owner.is_dead(launch) is False and entry.path != this:
+                    running.append(int(launch["pid"]))
             elif (found := UNFINISHED.fullmatch(entry.name)) and owner.is_dead(read_json(Path(entry.path))):
                 _remove_unless_watched(entry.path, found[1], int(found[2]))
     segments = [entry.path for entry in _own_entries("/dev/shm", "mpich_shm_") if _age(entry) > OLD_S]
@@ -52,6 +60,7 @@ def clear(folder: str) -> None:
         for path in segments:
             if path not in maps:
                 _remove(path)
+    return running
 
 
 def clear_memory() -> None:

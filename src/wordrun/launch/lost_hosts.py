@@ -14,6 +14,7 @@ from wordrun.launch import processes
 from wordrun.launch.job import short
 from wordrun.launch.plan import LaunchPlan, on_one_host
 from wordrun.launch.rank_starter import RankStarter
+from wordrun.launch.schedulers import SCHEDULERS
 
 # A host that does not answer within this time [s] is lost, and this many hosts are asked at once.
 PATIENCE_S, ASKED_AT_ONCE = 20.0, 64
@@ -22,7 +23,8 @@ PATIENCE_S, ASKED_AT_ONCE = 20.0, 64
 def lost_hosts(plan: LaunchPlan) -> tuple[str, ...]:
     """Return those hosts of a plan on which its launcher cannot run ``true`` now, by their short names.
 
-    This host is not asked, and neither are the hosts of a plan with one host only.
+    This host is not asked, and neither are the hosts of a plan with one host only. In a job that is ending, nothing can
+    be started anywhere, and no host counts as lost.
     """
     here = short(socket.gethostname())
     others = [node for node, host in enumerate(plan.job.hosts) if short(host) != here]
@@ -44,6 +46,8 @@ def lost_hosts(plan: LaunchPlan) -> tuple[str, ...]:
             for path in each.files:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+    if lost and SCHEDULERS[plan.job.scheduler].is_ending(plan.job):
+        return ()
     if lost:
         processes.end_all(0)  # what a launcher that was killed has left behind, such as ssh
     return tuple(short(plan.job.hosts[node]) for node in lost)

@@ -72,6 +72,11 @@ class RankControl:
         return None
 
     @property
+    def launcher_is_late(self) -> bool:
+        """Whether the launcher waits for a lost host, although all ranks have ended well."""
+        return False
+
+    @property
     def has_launchers(self) -> bool:
         """Whether launchers other than the first one run."""
         return False

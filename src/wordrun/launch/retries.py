@@ -138,7 +138,8 @@ class Retries:
         )
         detail = f"{cause}, not for lack of memory on this host" if cause == "SIGKILL" else cause
         detail = "nothing can be started there now" if outcome.lost_hosts else detail
-        return Fault(f"{victim} was {what}{at}", detail, outcome.lost_hosts)
+        were = "were" if len(outcome.lost_hosts) > 1 else "was"
+        return Fault(f"{victim} {were} {what}{at}", detail, outcome.lost_hosts)
 
     def use_one(self) -> None:
         """Count a restart of the ranks."""

@@ -31,6 +31,7 @@ from wordrun.launch.plan import LaunchPlan
 from wordrun.launch.rank_control import RankControl, StartLauncher
 from wordrun.launch.record import Record
 from wordrun.launch.retries import Outcome, Retries, reported_fault
+from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.supervisor import LEFTOVER_PATIENCE_S, POLL_S, Supervisor
 
 CANNOT_START = 126
@@ -53,7 +54,8 @@ def run(plan: LaunchPlan, *, keep_lines: bool = False, retries: Retries | None =
             remedy = f"{'point TMPDIR to' if plan.job.is_local else 'launch from'} a folder that you can write to"
             raise ConfigError(f"cannot create {status_dir}: {why(error)}; {remedy}") from None
     failure = ""
-    leftovers.clear(os.path.dirname(plan.decided.status_dir))
+    others = leftovers.clear(os.path.dirname(plan.decided.status_dir), this=status_dir)
+    say(SCHEDULERS[plan.job.scheduler].with_others(plan.job, plan.options, others))
     try:
         _write_files(plan)
         record, env = _begin_record(plan)
@@ -139,8 +141,9 @@ def _outcome(job: Supervisor, status: int, watch: OomWatch, *, keep_lines: bool)
     outcome = job.control.outcome(outcome, reported=bool(job.failed))
     if stopped or job.idle or memory or status in (0, ConfigError.exit_status, REQUEUE):
         return outcome
-    # After an exception in the program, a rank has reported its end, and the launcher has ended by itself.
-    suspect = not job.failed or job.killed or outcome.lost or reported_fault(lines, status)
+    # After an exception in the program, a rank has reported its end, and the launcher has ended by itself. A rank that
+    # was killed may have been killed because of the loss of another host.
+    suspect = not job.failed or job.failed.status > 128 or job.killed or outcome.lost or reported_fault(lines, status)
     if hosts := lost_hosts(job.plan) if suspect else ():
         named = f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
         what = f"{named} lost: {job.plan.launcher.name} can start nothing there now"

@@ -220,6 +220,8 @@ class Supervisor:
             self.look_for_failure()
             self.look_for_unreported()
             self.end_what_ranks_left()
+        if self.control.launcher_is_late:
+            processes.send(self.child.pid, signal.SIGKILL, group=True)
 
     def notice(self, ended: Mapping[int, int]) -> None:
         """Record the exit status of ``child`` if it is in ``ended``, unless another launcher stands in for it."""

@@ -33,6 +33,8 @@ from wordrun.launch.schedulers import SCHEDULERS
 
 # A rank that fails because another one was killed may be reported first; the other report follows within this time [s].
 FIRST_CAUSE_S = 0.5
+# A launcher that has lost a node may take this long [s] to end after the last guardian.
+LATE_S = 10.0
 AWAITED = {"meeting": "ready", "starting": "started", "ending": "ended"}
 """Maps each state to the answer that all guardians must give before the next state begins."""
 LOST = "lost guardian"
@@ -69,7 +71,7 @@ class GuardianControl(RankControl):
     generation: Generation = field(default_factory=Generation)
 
     def __post_init__(self) -> None:
-        self.nodes = Nodes(self.plan)
+        self.nodes, self._left_at = Nodes(self.plan), float("inf")
         self._answers = Answers(self.nodes.count)
         self.connections = Connections(
             own_address(self.plan), nodes_of(self.plan), self.output.selector, self._admitted, self._hear
@@ -129,6 +131,11 @@ class GuardianControl(RankControl):
     def has_launchers(self) -> bool:
         """Whether launchers of restarted guardians run."""
         return bool(self.nodes.launchers)
+
+    @property
+    def launcher_is_late(self) -> bool:
+        """Whether it has not ended in time although a guardian was lost and the others have left: srun waits for it."""
+        return self.succeeded and self.nodes.has_lost and time.monotonic() > self._left_at + LATE_S
 
     @property
     def knows_ends(self) -> bool:
@@ -303,7 +310,7 @@ class GuardianControl(RankControl):
 
     def _leave(self, *, succeeded: bool = False) -> None:
         """Let the guardians exit, and the launcher with them."""
-        self.state, self.succeeded = "leaving", succeeded
+        self.state, self.succeeded, self._left_at = "leaving", succeeded, time.monotonic()
         self._answers.stop_waiting()
         self.connections.send(list(self.connections.open), do="leave")
 

@@ -134,6 +134,7 @@ class Guardian:
         reader, self._gate = os.pipe()
         prepare = processes.before_exec(own_group=True, death_signal=signal.SIGKILL)
         for rank in self.own_ranks():
+            exit_reports.take_unfinished(f"{_unfinished(rank)}-")  # of a guardian here that was killed with its ranks
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # BLAS has threads, and prepares them for a fork
                 pid = os.fork()

@@ -103,6 +103,11 @@ class Nodes:
         self.ready.discard(node)
         self._tries[node] = time.monotonic() + FIRST_TRY_S, 2 * FIRST_TRY_S
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a node has been lost, even if it has come back."""
+        return bool(self._tries)
+
     def bring_back(self, contact: str) -> None:
         """Start guardians on lost nodes if it is time; ``contact`` tells them how to connect."""
         now = time.monotonic()

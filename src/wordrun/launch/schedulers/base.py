@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from wordrun.common.files import read_proc
 from wordrun.launch.job import Job, LocalHost
 from wordrun.launch.options import Options
 from wordrun.launch.site import Site
@@ -50,6 +51,8 @@ class Scheduler:
     """File with the output of a job, relative to where it was submitted; {name} and {number} are the job's."""
     sharing: ClassVar[tuple[str, ...]] = ()
     """Arguments that its launcher needs to start ranks on nodes where other ranks of the job run."""
+    beside: ClassVar[str] = "both use the cores and devices of the hosts that they share"
+    """What happens if two launches run in a job at the same time, in words for a message."""
     directive: ClassVar[str] = ""
     """Prefix of the scheduler's lines in a job script."""
     fills_directives: ClassVar[bool] = False
@@ -147,6 +150,17 @@ class Scheduler:
     def is_ending(self, job: Job) -> bool:
         """Return whether the scheduler is ending the job, and has sent SIGTERM to the ranks."""
         return False
+
+    def with_others(self, job: Job, options: Options, launches: Sequence[int]) -> str:
+        """Return a message if one of the ``launches`` that run on this host, by process ID, is in the same job.
+
+        A host file and arguments with which ranks share nodes show that the user knows of the other launch.
+        """
+        own = f"{self.variable}={job.id}" if self.variable else ""
+        same = [pid for pid in launches if own and own in read_proc(f"/proc/{pid}/environ").split("\0")]
+        if not same or options.hostfile or {*self.sharing} & {*options.launcher_args}:
+            return ""
+        return f"process {same[0]} is another launch of this job: {self.beside}"
 
     def signal_step(self, job: Job, step: str, number: int) -> None:
         """Send a signal to the ranks of a step; raises OSError or SubprocessError on failure."""

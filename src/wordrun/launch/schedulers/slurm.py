@@ -39,6 +39,7 @@ class Slurm(Scheduler):
     job_query, unknown_job = ("squeue", "--noheader", "--jobs"), "Invalid job id"
     output = "{name}-{number}.out"
     sharing = ("--overlap",)
+    beside = "srun waits while that one uses what this one needs (both at once: launch --launcher-args=--overlap)"
     fills_directives = True
     continuing = (
         'if scontrol requeue "$SLURM_JOB_ID"; then echo "saved: SLURM requeues this job"',
@@ -124,6 +125,7 @@ class Slurm(Scheduler):
             *([f"{site.submit.get('queue_option', '--partition')}={options.queue}"] if options.queue else []),
             f"--nodes={nodes_of_job(options, site)}",
             f"--time={options.walltime}",
+            *(["--no-kill"] if options.spare_nodes else []),  # the job outlives a lost node
         ]
         ppn = ranks_of_node(options, site) if options.np or options.ppn else devices or (1 if options.cores else 0)
         if options.np and options.np % ppn:
