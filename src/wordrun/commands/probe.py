@@ -16,7 +16,7 @@ from typing import Any
 
 from wordrun.common.errors import UserError, first_line
 from wordrun.common.listener import Listener, UnfitError
-from wordrun.common.loopback import resolve
+from wordrun.common.network import resolve
 from wordrun.common.version import torch_build
 from wordrun.dist import mpi
 from wordrun.dist.device import hidden

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from wordrun.common.loopback import is_loopback
+from wordrun.common.network import is_loopback
 from wordrun.launch import site_files
 from wordrun.launch.environment import is_stale
 from wordrun.launch.job import short
