@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import wordrun
+from wordrun.backend.base import BackendSpec
 from wordrun.backend.fsdp import check_shared
+from wordrun.backend.options import PPConfig
+from wordrun.backend.pipeline import PipelineBackend
 from wordrun.backend.unused_parameters import Unused, UnusedError
 from wordrun.checkpoint.load import find
 from wordrun.commands import generate
@@ -26,13 +29,16 @@ from wordrun.config.registry import Part, parts
 from wordrun.config.schema import Config
 from wordrun.data.examples import Splits
 from wordrun.data.options import DataConfig
+from wordrun.dist import World
+from wordrun.dist.mesh import Layout
 from wordrun.model.base import Model
 from wordrun.model.construction import materialize, new_model
-from wordrun.model.options import ModelConfig, TextModelConfig
+from wordrun.model.gpt import GPT
+from wordrun.model.options import GPTConfig, ModelConfig, TextModelConfig
 from wordrun.track.options import TrackerConfig
 from wordrun.train.hooks.options import HookConfig
 from wordrun.train.optim.options import OptimizerConfig
-from wordrun.train.options import MetricConfig
+from wordrun.train.options import AccuracyConfig, MetricConfig
 
 DIGITS = shlex.split("""
     data=digits tracker=jsonl train.dtype=fp32 train.device=cpu train.max_iters=6 train.log_interval=1
@@ -238,6 +244,44 @@ def test_a_constructor_may_load_the_model_of_a_run(own: Any, base: type[nn.Modul
         ConfigError, match=r"the checkpoint from which wordrun.load has made teacher is step 1, .*step 2"
     ):
         trained(own(Student, "train.resume=run", "train.max_iters=9", "hooks=[ema]"))
+
+
+class Tutored(GPT):
+    """A transformer that learns from another one, whose output layer is tied to its embedding."""
+
+    def __init__(self, cfg: Any, vocab_size: int, *args: Any, **options: Any) -> None:
+        super().__init__(cfg, vocab_size, *args, **options)
+        self.teacher = wordrun.load("old").requires_grad_(False)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        wanted = self.teacher(batch.tokens).detach().softmax(-1)
+        logits = self(batch.tokens)[..., : wanted.shape[-1]]
+        return F.cross_entropy(logits.transpose(1, 2), wanted.transpose(1, 2), reduction="none").mean(1)
+
+
+@dataclass
+class TutoredConfig(GPTConfig):
+    """A transformer that learns from another one."""
+
+
+def test_a_transformer_may_learn_from_another_one(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parts("model"), "tutored", Part(TutoredConfig, Tutored, "model", "tutored", "mine"))
+    trained(wordrun.compose(small("train.max_iters=2", "hydra.run.dir=old")))
+    teacher, words = wordrun.load("old"), ["model=tutored", "train.max_iters=2", "hydra.run.dir=run"]
+    with wordrun.Trainer(wordrun.compose([word for word in small(*words) if word != "model=nano"])) as trainer:
+        trainer.train()
+        inner: Any = trainer.backend.parts[0].teacher
+        assert inner.head.weight is inner.tokens.weight
+        for name, value in teacher.named_parameters():
+            assert torch.equal(inner.get_parameter(name), value), name
+        plain = trainer.measure()["val_loss"]
+        trainer.evaluation.cfg.metrics["accuracy"] = AccuracyConfig()
+        assert trainer.measure()["val_loss"] == plain  # outputs are computed, too
+    cfg = wordrun.compose([*(word for word in small(*words) if word != "model=nano"), "model.n_layer=2"])
+    cfg.backend, layout = PPConfig(), Layout(pp=2)
+    spec = BackendSpec(cfg, World(0, 2, 0, 2), layout, lambda: None, lambda parameters: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match=r"tutored \(mine\): the stages of a pipeline do not call Tutored.losses"):
+        PipelineBackend(spec)
 
 
 def test_a_run_that_a_constructor_cannot_load_is_named(own: Any) -> None:

@@ -23,6 +23,7 @@ from wordrun.backend.mixed_precision import TORCH_DTYPES
 from wordrun.backend.options import FSDPConfig
 from wordrun.backend.torch_backend import TorchBackend
 from wordrun.common.errors import ConfigError
+from wordrun.config.registry import part_of
 from wordrun.config.rules import context_attention
 from wordrun.dist import torch_private
 from wordrun.dist.mesh import AXES, EXPERT_AXES
@@ -168,6 +169,13 @@ class Splitter:
         """
         spec = self.spec
         model: Model = spec.make_model() if layers is None else spec.make_model(layers=layers)
+        inner = model.inner_models()
+        if inner and (spec.layout.tp > 1 or spec.layout.pp > 1):
+            raise ConfigError(
+                f"{part_of('model', spec.cfg.model)}: {', '.join(name[:-1] for name in inner)} is another model inside "
+                f"of it, which train.backend={spec.cfg.train.backend} cannot divide: use train.backend=DDP or FSDP",
+                page="extend/model.md#a-teacher-or-a-reference",
+            )
         if self.sharded:
             check_shared(model)
         plan = model.tensor_parallel_plan() if spec.layout.tp > 1 else {}
@@ -184,7 +192,6 @@ class Splitter:
             prepare_block(block, int(key) if key.isdecimal() else at, spec.cfg, options)
             if self.sharded:
                 self._shard(block, self.mesh)
-        inner = model.inner_models()
         for prefix, each in inner.items():
             self._build_inner(model, each, prefix)
         for prefix, module in model.outside_blocks():

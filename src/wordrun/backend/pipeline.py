@@ -19,6 +19,7 @@ from wordrun.backend.options import INTERLEAVED, PPConfig
 from wordrun.backend.sharded_tensors import full, local
 from wordrun.backend.step_timer import StepTimer
 from wordrun.common.errors import ConfigError
+from wordrun.config.registry import part_of
 from wordrun.dist import torch_private
 from wordrun.dist.collectives import average
 from wordrun.dist.mesh import blocks_of, owner_of
@@ -53,6 +54,14 @@ class PipelineBackend(FSDPBackend):
         self.owners = [owner_of(stage, pp, options.schedule) for stage in range(self.count)]
         self.coordinate = spec.layout.index(spec.world.rank, "pp")
         self.numbers = [stage for stage, owner in enumerate(self.owners) if owner == self.coordinate]
+        named = part_of("model", cfg.model)
+        model = named.load()
+        if isinstance(model, type) and issubclass(model, Transformer) and model.has_own_losses():
+            raise ConfigError(
+                f"{named}: the stages of a pipeline do not call {model.__name__}.losses: use train.backend=FSDP, or "
+                "change what the model computes in its blocks or its forward method",
+                page="extend/model.md#a-transformer",
+            )
         super().__init__(spec, [blocks_of(stage, self.count, cfg.transformer.n_layer) for stage in self.numbers])
         if all_logits:
             for part in self.parts:

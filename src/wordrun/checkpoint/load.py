@@ -173,7 +173,7 @@ class Saved:
         state = {name: value.to(device, kind[value.is_floating_point()]) for name, value in every}
         model.load_state_dict(state, assign=True, strict=False)  # checkpoints have one name for shared weights
         model.fill_buffers(device)
-        model.tie()
+        model.tie_all()
         return model.eval()
 
     @property

@@ -190,7 +190,13 @@ class Model(nn.Module):
         return losses, seen[-1]
 
     def tie(self) -> None:
-        """Tie shared parameters again; allocating memory has made copies of them."""
+        """Tie shared parameters again; allocating memory has made copies of them. See also ``tie_all``."""
+
+    def tie_all(self) -> None:
+        """Do the same in ``inner_models``, too."""
+        for model in self.inner_models().values():
+            model.tie_all()
+        self.tie()
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Return how tensor-parallel ranks shard the matrices, as torch's parallel styles by module name."""

@@ -120,6 +120,6 @@ def materialize(model: M, seed: int, device: torch.device | str) -> M:
     """Allocate a meta model on ``device`` and initialize it."""
     with _WithoutReferences():
         model.to_empty(device=device)
-    model.tie()
+    model.tie_all()
     model.initialize(seed)
     return model

@@ -146,7 +146,14 @@ class Transformer(LanguageModel):
         """Return the losses of ``batch``, (B,), and the logits, (B, T, V), which ``losses`` does not keep."""
         tokens, targets, documents = self.local_share(batch)
         logits = self(tokens, documents=documents)
-        return scaled(cross_entropy(logits, targets), batch), logits
+        losses = self.losses(batch) if self.has_own_losses() else scaled(cross_entropy(logits, targets), batch)
+        return losses, logits
+
+    @classmethod
+    def has_own_losses(cls) -> bool:
+        """Return whether a class outside of wordrun defines ``losses``."""
+        owner = next(each for each in cls.__mro__ if "losses" in vars(each))
+        return owner.__module__.partition(".")[0] != "wordrun"
 
     def logits_at(self, tokens: Tensor, at: int, forward: Callable[..., Tensor] | None = None) -> Tensor:
         """Return the logits (B, V) at position ``at`` of ``tokens`` (B, T), without computing the others."""

@@ -91,7 +91,7 @@ class DeepSpeedBackend:
                 shard(module=module, config_dict_or_path=settings)
         model.to_empty(device=self.device, recurse=False)
         model.initialize(self.spec.cfg.train.seed, recurse=False)
-        model.tie()
+        model.tie_all()
 
     @torch.no_grad()
     def _fill(self, module: nn.Module, prefix: str, *, recurse: bool = True) -> None:
