@@ -24,7 +24,7 @@ BLOCKS = [FILES[0], *ON_PAGE[:3], FILES[1], *ON_PAGE[3:]]
 # What stands after an addition, for files that exist.
 BEFORE = {
     "launchers/__init__.py": ("from wordrun.launch.launchers.hydra", "Hydra, OpenMPI"),
-    "schedulers/__init__.py": ("from wordrun.launch.schedulers.none", "PBS(), Slurm()"),
+    "schedulers/__init__.py": ("from wordrun.launch.schedulers.base", "PBS(), Slurm()"),
     "launch/rank_env.sh": ("  *)\n",),
     "dist/world.py": (")\nTRACED = ",),
 }

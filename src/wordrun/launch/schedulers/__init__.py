@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from wordrun.common.errors import ConfigError
 from wordrun.launch.job import Job, LocalHost, with_hostfile
-from wordrun.launch.schedulers.base import Scheduler
-from wordrun.launch.schedulers.none import NoScheduler
+from wordrun.launch.schedulers.base import NoScheduler, Scheduler
 from wordrun.launch.schedulers.pbs import PBS
 from wordrun.launch.schedulers.slurm import Slurm
 from wordrun.launch.site import UNKNOWN, Site

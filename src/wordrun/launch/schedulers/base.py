@@ -203,3 +203,19 @@ def default_slots(site: Site, devices: int, listed: Sequence[int]) -> tuple[int,
     """Return the default ranks on each host: the site's, else one per device, else the job's ``listed`` numbers."""
     each = site.ranks_per_node or devices
     return (each,) * len(listed) if each else tuple(listed)
+
+
+class NoScheduler(Scheduler):
+    """A laptop, a workstation, or a single node of a job."""
+
+    name = "none"
+
+    def read(self, env: Mapping[str, str], host: LocalHost, site: Site) -> Job:
+        """Return this machine as a job of one host."""
+        return Job(
+            hosts=(host.name,),
+            cores=(host.cores,),
+            devices=(host.devices,),
+            slots=(max(1, host.devices),),
+            reasons={"hosts": "this machine's name", "cores": host.cores_why, "devices": host.devices_why},
+        )
