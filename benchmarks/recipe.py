@@ -83,18 +83,19 @@ def timed_lines(
     return lines
 
 
-def seconds_of_nanogpt(lines: list[tuple[float, str]]) -> float:
-    """Return the seconds to the line of nanoGPT's last step; ``lines`` are from ``timed_lines``.
+def seconds_of_nanogpt(lines: list[tuple[float, str]]) -> tuple[float, list[tuple[float, float]]]:
+    """Return the seconds to the line of nanoGPT's last step, and seconds and loss of its evaluations.
 
-    An evaluation, whose line follows that of the step before it, does not count.
+    ``lines`` are from ``timed_lines``. An evaluation, whose line follows that of the step before it, does not count.
     """
-    evaluated = last = 0.0
+    evaluated, last, curve = 0.0, 0.0, []
     for (before, _), (at, line) in zip([(0.0, ""), *lines], lines, strict=False):
-        if re.search(r"^step \d+: train loss", line):
+        if found := re.search(r"^step \d+: train loss .* val loss ([\d.]+)", line):
             evaluated += at - before
+            curve.append((last, float(found[1])))
         elif re.search(r"^iter \d+: loss", line):
             last = at - evaluated
-    return last
+    return last, curve[1:]
 
 
 def points(start: float, metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, float, float]]:
@@ -121,8 +122,8 @@ def compared(mark: float, theirs: float, evaluations: Sequence[tuple[int, float,
     return Result(mark, theirs, ours, steps, in_time[-1] if in_time else float("inf"))
 
 
-def run_nanogpt(nanogpt: Path, text: Path, scratch: Path, steps: int) -> tuple[float, float]:
-    """Train nanoGPT and return its loss and its seconds."""
+def run_nanogpt(nanogpt: Path, text: Path, scratch: Path, steps: int) -> tuple[float, float, list[tuple[float, float]]]:
+    """Train nanoGPT and return its loss, its seconds, and seconds and loss of its evaluations."""
     folder = nanogpt / "data" / f"{text.stem}_char"
     if not (folder / "val.bin").exists():
         folder.mkdir(exist_ok=True)
@@ -133,7 +134,8 @@ def run_nanogpt(nanogpt: Path, text: Path, scratch: Path, steps: int) -> tuple[f
     options = [*CPU.nanogpt(), f"--dataset={folder.name}", "--eval_iters=20", f"--lr_decay_iters={steps}"]
     options.append(f"--eval_interval={steps // 8 or 1}")
     lines = timed_lines(nanogpt_command(scratch / "ckpt", options, steps), nanogpt)
-    return loss_of_checkpoint(nanogpt, scratch / "ckpt" / "ckpt.pt", CPU, folder.name), seconds_of_nanogpt(lines)
+    mark = loss_of_checkpoint(nanogpt, scratch / "ckpt" / "ckpt.pt", CPU, folder.name)
+    return mark, *seconds_of_nanogpt(lines)
 
 
 def run_wordrun(
@@ -169,6 +171,22 @@ def row(name: str, results: Sequence[Result]) -> str:
     )
 
 
+def plot(curves: Mapping[str, Mapping[str, list[tuple[float, float]]]], file: Path) -> None:
+    """Draw loss against seconds: ``curves`` by text and by program."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(curves), figsize=(3.2 * len(curves), 3.2), squeeze=False, layout="constrained"
+    )
+    for axis, (text, programs) in zip(axes[0], curves.items(), strict=True):
+        for program, curve in programs.items():
+            axis.plot(*zip(*curve, strict=True), label=program)
+        axis.set(title=text, xlabel="seconds", ylim=(None, 3.0))
+    axes[0][0].set_ylabel("validation loss")
+    axes[0][-1].legend()
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,6 +194,7 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of wordrun")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per program")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss against seconds, of the last seed")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that everything works")
     parser.add_argument("--overrides", nargs="+", default=[], help="what wordrun trains instead of its default")
     args = parser.parse_args()
@@ -187,17 +206,21 @@ def main() -> None:
         "| text | nanoGPT's loss | seconds | wordrun's seconds to it | steps | ratio | loss after equal seconds | |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         for text in args.texts:
             results = []
-            mark, theirs = run_nanogpt(args.nanogpt.resolve(), text, scratch, steps)
+            mark, theirs, curve = run_nanogpt(args.nanogpt.resolve(), text, scratch, steps)
             for seed in args.seeds:
                 ours = run_wordrun(text.resolve(), scratch / f"{text.stem}-{seed}", overrides, seed, theirs)
                 results.append(compared(mark, theirs, ours))
+                curves[text.stem] = {"nanoGPT": curve, "wordrun": [(seconds, loss) for _, seconds, loss in ours]}
                 print(f"  {text.stem}, seed {seed}: {results[-1]}, final loss {ours[-1][2]:.4f}", flush=True)
             table.append(row(text.stem, results))
     print("\n".join(["", *table]))
+    if args.plot:
+        plot(curves, args.plot)
 
 
 if __name__ == "__main__":
