@@ -27,6 +27,7 @@ wordrun.register("model", "direct", "net:DirectConfig", "net:Direct")
 wordrun.register("model", "picture_net", "pictures:PictureNetConfig", "net:Net")
 wordrun.register("model", "foreign", "foreign:ForeignConfig", "foreign:Foreign")
 wordrun.register("model", "own", "foreign:OwnConfig", "foreign:Own")
+wordrun.register("model", "outside", "foreign:OutsideConfig", "foreign:Outside")
 wordrun.register("data", "pictures", "pictures:PicturesConfig", "wordrun.data.images:digits")
 """
 NET = '''
@@ -234,6 +235,29 @@ class OwnConfig(NetConfig):
 
 class Own(Foreign, Model):
     pass
+
+
+@dataclass
+class OutsideConfig(NetConfig):
+    """A frozen module that losses calls, before forward."""
+
+    name: str = "outside"
+    block: bool = True
+    """Whether it is a block."""
+
+
+class Outside(Net):
+    def __init__(self, cfg, shape, classes):
+        super().__init__(cfg, shape, classes)
+        self.reference = nn.Linear(64, classes).requires_grad_(False)
+        self.names = ["reference"] if cfg.block else []
+
+    def named_blocks(self):
+        return {name: self.get_submodule(name) for name in ("blocks.0", "blocks.1", *self.names)}
+
+    def losses(self, batch):
+        wanted = self.reference(batch.inputs.flatten(1)).softmax(1)
+        return super().losses(batch) + F.cross_entropy(self(batch.inputs), wanted, reduction="none")
 '''
 SMALL = shlex.split("""
     model=net data=digits tracker=jsonl train.dtype=fp32 train.device=cpu train.global_batch_size=16
@@ -285,6 +309,7 @@ ONE = {
     "spare-one": [*SPARE, "model.batch_size=16"],
     "text-one": [*TEXT, "model.batch_size=16"],
     "foreign-one": [*FOREIGN_RUN, "model.batch_size=16"],
+    "outside-one": ["model=outside", *SMALL[1:], "model.batch_size=16"],
     "own-one": [*OWN_RUN, "model.batch_size=16"],
 }
 TWO = {
@@ -298,6 +323,7 @@ TWO = {
         *FOREIGN_RUN,
         *("model.batch_size=8", "train.resume=foreign-ddp/checkpoints/step-00000002", "train.backend=FSDP"),
     ],
+    "outside-fsdp": ["model=outside", *SMALL[1:], "model.batch_size=8", "train.backend=FSDP"],
     "own-fsdp": [*OWN_RUN, "model.batch_size=8", "train.backend=FSDP"],
     "own-again": [
         *OWN_RUN,
@@ -331,7 +357,9 @@ def test_ranks_train_it_like_one_process_and_generate_the_same(ranks: Command) -
         if name.startswith("direct"):
             continue
         near = 0.05 if "bf16" in TWO[name][-1] else 1e-5
-        one = next((f"{kind}-one" for kind in ("text", "spare", "foreign", "own") if name.startswith(kind)), "one")
+        one = next(
+            (f"{kind}-one" for kind in ("text", "spare", "foreign", "outside", "own") if name.startswith(kind)), "one"
+        )
         assert figures(name) == pytest.approx(figures(one), rel=near), name
         if one == "text-one" and near < 0.01:
             assert Path(name, "samples.txt").read_text() == Path("text-one/samples.txt").read_text()
@@ -347,6 +375,13 @@ def test_ddp_names_parameters_without_a_gradient(ranks: Command) -> None:
         done.stderr,
     )
     assert "Expected to have finished reduction" not in done.stderr
+
+
+def test_fsdp_names_what_is_called_outside_of_forward(ranks: Command) -> None:
+    words = ["model=outside", *SMALL[1:], "model.block=false", "train.backend=FSDP", "model.batch_size=8"]
+    done = ranks(2, "script.py", json.dumps([[*words, "hydra.run.dir=run"]]), under="fork", timeout=60)
+    assert done.returncode == 1
+    assert "Outside failed because parameters are sharded outside of forward and of the blocks: call" in done.stderr
 
 
 def test_what_it_does_not_say_is_refused_and_not_estimated(command: Command) -> None:

@@ -169,10 +169,10 @@ class Splitter:
         """
         spec = self.spec
         model: Model = spec.make_model() if layers is None else spec.make_model(layers=layers)
-        inner = model.inner_models()
+        inner, part = model.inner_models(), part_of("model", spec.cfg.model)
         if inner and (spec.layout.tp > 1 or spec.layout.pp > 1):
             raise ConfigError(
-                f"{part_of('model', spec.cfg.model)}: {', '.join(name[:-1] for name in inner)} is another model inside "
+                f"{part}: {', '.join(name[:-1] for name in inner)} is another model inside "
                 f"of it, which train.backend={spec.cfg.train.backend} cannot divide: use train.backend=DDP or FSDP",
                 page="extend/model.md#a-teacher-or-a-reference",
             )
@@ -204,7 +204,7 @@ class Splitter:
             # Inputs are left to autocast, which does not cast the targets of a loss.
             self._shard(model, self.mesh, casts=model.computes_losses_in_fp32)
             self._prefetch([block for block in model.named_blocks().values() if isinstance(block, FSDPModule)])
-            if inner:  # ``losses`` may call one of them first
+            if part.origin:  # its ``losses`` may first call a block or an inner model
                 torch_private.make_root(model)
         elif spec.dtype != torch.float32:
             model.forward = torch.autocast(spec.device.type, dtype=spec.dtype)(model.forward)  # type: ignore[method-assign]

@@ -61,6 +61,13 @@ def explained(trainer: Training, *, every: bool = False) -> Iterator[None]:
         raise found from found.__cause__
 
 
+SHARDED = (
+    " because parameters are sharded outside of forward and of the blocks: call the submodule in forward, or let "
+    "named_blocks return it, too"
+)
+"""What is added to torch's message about an operation with some sharded tensors."""
+
+
 def explain(error: Exception, trainer: Training) -> Exception:
     """Return an error whose message names the cause of ``error``; ``error`` itself if no cause is known.
 
@@ -74,7 +81,7 @@ def explain(error: Exception, trainer: Training) -> Exception:
     if found is None and hasattr(trainer, "memory"):  # which the settled config has
         found = trainer.memory.shortage(error)
     if found is None and (part := _raised_by(error, trainer.cfg)):
-        found = part.failed(error)
+        found = part.failed(error, SHARDED if "mixed torch.Tensor and DTensor" in str(error) else "")
     return found or error
 
 
