@@ -232,6 +232,99 @@ printf '#!/bin/sh\nhost=$1\nshift\nexec pbs_tmrsh "$host" sh -c "$*"\n' > rsh; c
     assert cluster.job(job)["Exit_status"] == 0, text
 
 
+# A rank that is killed, with and without --retries, and folders that are missing or full, each with an exit status.
+OF_A_USER = """
+$launch nosuchcommand; echo missing $?
+$launch sh -c '[ $RANK = 0 ] && exec sleep 30; kill -9 $$'; echo killed $?
+$launch --retries 1 sh -c '[ $RANK = 0 ] || ! mkdir tried || kill -9 $$'; echo retried $?
+HOME=/nonexistent TMPDIR=/nonexistent $train train.max_iters=1 hydra.run.dir=homeless; echo homeless $?
+HOME=~/full TMPDIR=~/full $train train.max_iters=1 hydra.run.dir=full; echo full $?
+$launch --retries 1 python -m wordrun $small train.max_iters=1000 train.checkpoint_interval=100 hydra.run.dir=rank &
+until ls rank/checkpoints/step-* >/dev/null 2>&1; do sleep 0.2; done
+pbs_tmrsh h2 pkill -KILL -f hydra.run.dir=rank; wait $!; echo rank $?
+(sleep 1; $launch sh -c 'exit 0'; echo second $?) & $launch sleep 5; echo first $?; wait
+"""
+SCRIPT = """#!/bin/bash
+cd "$PBS_O_WORKDIR" || exit
+export PATH={path}:$PATH
+printf '#!/bin/sh\\nhost=$1\\nshift\\nexec pbs_tmrsh "$host" sh -c "$*"\\n' > rsh; chmod +x rsh
+run() {{ command launch {hydra} "$@"; }}
+"""
+
+
+def script(text: str) -> str:
+    """Return a job script whose $launch, $train and $small are launch, training and its options."""
+    head = SCRIPT.format(path=Path(sys.executable).parent, hydra=shlex.join(HYDRA))
+    train = f"run python -m wordrun {shlex.join(SMALL)}"
+    return head + text.replace("$launch", "run").replace("$train", train).replace("$small", shlex.join(SMALL))
+
+
+@pytest.mark.timeout(400)
+def test_ranks_that_are_killed_and_folders_that_are_missing_or_full(cluster: Cluster, odd: Path) -> None:
+    full = cluster.home / "full"
+    full.mkdir(exist_ok=True)
+    for host in ("h1", "h2"):
+        cluster.run("mount", "-t", "tmpfs", "-o", "size=16k,mode=777", "tmpfs", full, host=host).check_returncode()
+        cluster.run("sh", "-c", f"head -c 99999 /dev/zero > {full}/fill", host=host)
+    (odd / "job").write_text(script(OF_A_USER))
+    where = ("-l", "select=2:ncpus=1:mpiprocs=1", "-l", "place=scatter", "-j", "oe", "-N", "user")
+    job = cluster.run("qsub", *where, "job", user=True).stdout.strip()
+    cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 350)
+    text = next(odd.glob("user.o*")).read_text()
+    names = "missing killed retried homeless full rank second first"
+    found = dict(re.findall(rf"^({names.replace(' ', '|')}) (\d+)$", text, re.MULTILINE))
+    assert found == dict(zip(names.split(), ["127", "137", "0", "0", "0", "0", "0", "0"], strict=True)), text
+    assert " is another launch of this job: both use the cores and devices" in text
+    assert max(losses(odd / "rank")) == 1000
+
+
+@pytest.mark.timeout(300)
+def test_an_array_a_sweep_and_a_study_are_jobs(cluster: Cluster, odd: Path) -> None:
+    (odd / "job").write_text(script("$train train.seed=$PBS_ARRAY_INDEX hydra.run.dir=array/$PBS_ARRAY_INDEX"))
+    where = ("-J", "0-1", "-l", "select=1:ncpus=1:mpiprocs=1", "-j", "oe", "-N", "array")
+    jobs = [cluster.run("qsub", *where, "job", user=True).stdout.strip()]
+    one = ("-N", "1", "--ppn", "1", "--", "wordrun")
+    sweep = ("train.seed=1,2", "hydra/launcher=wordrun", "hydra.launcher.nodes=1", "hydra.sweep.dir=swept/here")
+    jobs.append(submit(cluster, *one, "-m", *SMALL, *sweep, user=True))
+    study = ("study", "scaling", "--ranks", "1", "--steps", "5", "--out", "studied")
+    small = [word for word in SMALL if "max_iters" not in word]
+    jobs.append(submit(cluster, *one, *study, *small, user=True))
+    for job in jobs:
+        cluster.wait(lambda job=job: cluster.job(job)["job_state"] == "F", "the job ends", 150)
+    texts = [path.read_text() for path in odd.glob("*.o*")]
+    assert [cluster.job(job)["Exit_status"] for job in jobs] == [0, 0, 0], texts
+    for folder in ("array/0", "array/1", "swept/here/0", "swept/here/1"):
+        assert json.loads((odd / folder / "run.json").read_text())["exit_reason"] == "finished", texts
+    assert ",done," in (odd / "studied" / "points.csv").read_text(), texts
+
+
+@pytest.mark.timeout(300)
+def test_host_names_that_resolve_to_loopback(cluster: Cluster, odd: Path) -> None:
+    """As Debian's installer writes them into /etc/hosts."""
+    text = "touch ready; until [ -e go ]; do sleep 0.2; done; $launch --doctor --json > doctor; echo doctor $?\n"
+    (odd / "job").write_text(script(f"{text}$train hydra.run.dir=loopback; echo trained $?"))
+    where = ("-l", "select=2:ncpus=1:mpiprocs=1", "-l", "place=scatter", "-j", "oe", "-N", "loopback")
+    job = cluster.run("qsub", *where, "job", user=True).stdout.strip()
+    cluster.wait((odd / "ready").exists, "the job runs")
+    files = {cluster.folder / f"{host}.hosts": host for host in ("h1", "h2")}
+    before = {path: path.read_text() for path in files}
+    try:
+        for path, host in files.items():
+            path.write_text(re.sub(rf"\S+ {host}\n", f"127.0.1.1 {host}\n", before[path]))
+        (odd / "go").touch()
+        cluster.wait(lambda: cluster.job(job)["job_state"] == "F", "the job ends", 200)
+    finally:
+        for path in files:
+            path.write_text(before[path])
+    text = next(odd.glob("loopback.o*")).read_text()
+    assert "doctor 0\n" in text
+    assert "trained 0\n" in text
+    (found,) = (each for each in json.loads((odd / "doctor").read_text()) if each["check"] == "all-reduce")
+    assert found["state"] == "warning"
+    assert found["found"].startswith("h1 resolves to 127.0.1.1 on itself; h2 resolves to 127.0.1.1 on itself; gloo")
+    assert found["remedy"].startswith("mend the line of /etc/hosts that begins with 127.0.1.1 on h1")
+
+
 @pytest.mark.parametrize("counts", [(2, 1), (1, 3)], ids=["2+1", "1+3"])
 def test_hosts_with_different_numbers_of_ranks(cluster: Cluster, tmp_path: Path, counts: tuple[int, int]) -> None:
     """Each rank knows its host's place, and training and test_dist work; rank 0 has all input; one thread per CPU."""

@@ -20,7 +20,7 @@ from wordrun.launch.job_script import Origin, script
 from wordrun.launch.parser import OPTIONS, SUBMISSION, Option, parse
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN
-from wordrun.launch.submit import SubmitError, commands, submit, write
+from wordrun.launch.submit import SubmitError, commands, make_outputs, submit, write
 from wordrun.launch.walltime import default_margin, seconds
 
 ORIGIN = Origin("/p/my runs", "/no/venv", "/repo/bin/setup.sh", "/p/my runs/gpt.finished")
@@ -87,6 +87,16 @@ def test_spare_nodes_are_requested_beside_those_of_the_ranks(site: str, queue: s
     assert request_line in text
     assert site == "polaris" or "#SBATCH --nodes=3\n" in text
     assert "\nlaunch -N 2 --spare-nodes 1 " in text
+
+
+def test_new_folders_of_results_are_made_beside_the_copy_of_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy links to them; else the job would make them in the copy, which users remove after the job."""
+    monkeypatch.chdir(tmp_path)
+    words = f"wordrun hydra.run.dir=a/b hydra.sweep.dir={tmp_path}/c hydra.run.dir=../d --out e --out=f data.name=g"
+    make_outputs([*words.split(), "hydra.run.dir=${h}", "hydra.run.dir="])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "e", "f"]
 
 
 def test_perlmutter() -> None:

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import PurePath
 
 from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.files import why
@@ -26,6 +28,9 @@ from wordrun.launch.run_identity import exported_id
 from wordrun.launch.schedulers import SUBMITTERS
 from wordrun.launch.schedulers.base import Scheduler
 from wordrun.launch.site import Site
+
+OUTPUTS = ("hydra.run.dir", "hydra.sweep.dir", "--out")
+"""Options of wordrun that name the folder of a run, a sweep or a study."""
 
 
 class SubmitError(UserError):
@@ -164,6 +169,7 @@ def send(options: Options, run_id: str = "", snapshot: CodeSnapshot | None = Non
     if not options.dry_run:
         write(f"{name}.sh", text)
         if not (options.no_freeze or snapshot):
+            make_outputs(options.command)
             snapshot = snapshot_for(name)
             text = script(options, site, scheduler, replace(origin, snapshot=snapshot), run_id)
             write(f"{name}.sh", text)
@@ -180,6 +186,18 @@ def checkout() -> str:
     """Return the repository that this wordrun is part of; empty: it is installed."""
     root = os.path.abspath(__file__).removesuffix(os.path.join("src", "wordrun", "launch", "submit.py"))
     return root.rstrip(os.sep) if os.path.isdir(root) else ""
+
+
+def make_outputs(command: Sequence[str]) -> None:
+    """Create the folders below this one that wordrun's ``command`` will write to: the copy of the code links to them.
+
+    Otherwise the job would create them in the copy.
+    """
+    for option, value in pairwise([*(part for word in command for part in word.split("=", 1)), ""]):
+        path = PurePath(value)
+        if option in OUTPUTS and path.parts and not path.is_absolute() and ".." not in path.parts and "${" not in value:
+            with contextlib.suppress(OSError):
+                os.makedirs(path.parts[0], exist_ok=True)
 
 
 def snapshot_for(name: str) -> CodeSnapshot | None:
