@@ -39,7 +39,7 @@ Estimate the memory that a model needs per device under every backend, and recom
   wordrun plan --json model=gpt2 plan.memory=12
 
 It accepts the overrides of a training run (wordrun --help) and the options below. If train.backend or backend.* is set,
-the first row is that strategy. No data is read and no device is used. See docs/plan.md for the columns.
+the first row is for that layout. No data is read and no device is used. See docs/plan.md for the columns.
 """
 PRESETS = {"gpt2": (50257, "GPT-2's"), "gpt3": (50257, "GPT-2's, which GPT-3 also uses")}
 """Vocabulary sizes of model presets that do not set model.vocab_size, by name prefix."""

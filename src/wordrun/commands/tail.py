@@ -14,7 +14,7 @@ from wordrun.config.arguments import run, with_first
 from wordrun.track.run_json import load, state_of
 
 USAGE = """\
-Show the end of a run's log, and what is added until the run ends. Ctrl-C stops following, not the run.
+Show the end of a run's log, and follow it until the run ends. Ctrl-C stops following, not the run.
 
   wordrun tail                      # outputs/latest
   wordrun tail outputs/shakespeare/nano-DDP/20260101-120000-ab12 lines=50

@@ -181,7 +181,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "RUN",
         ),
         Option(("--json",), "json", "print --dry-run, --info, --doctor or --submit as JSON"),
-        Option(("-h", "--help"), "help", "show the options for every day; --help all: all options"),
+        Option(("-h", "--help"), "help", "show the common options; --help all: all options"),
         Option(("--version",), "version", "show the version"),
     ),
 }

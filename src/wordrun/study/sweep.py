@@ -27,8 +27,8 @@ from wordrun.study.runner import Runner
 from wordrun.track.run_json import RunRecord
 
 USAGE = """\
-Start a sweep, one run for each combination of the values (as `wordrun -m`), or run the unfinished points of one that
-`hydra/launcher=wordrun` has begun.
+Start a sweep, one run for each combination of the values (as `wordrun -m`), or run the unfinished points of a sweep
+that was started with `hydra/launcher=wordrun`.
 
   wordrun sweep optimizer.learning_rate=1e-3,3e-4 train.seed=1,2
   wordrun sweep outputs/sweeps/20260102-030405-abcd        # all of them
