@@ -337,6 +337,8 @@ TWO = {
 if importlib.util.find_spec("deepspeed"):
     ZERO = ["train.backend=deepspeed", "model.batch_size=8"]
     TWO |= {f"zero{stage}": [*SMALL, *ZERO, f"backend.stage={stage}"] for stage in (1, 3)}
+    TWO["own-zero1"] = [*OWN_RUN, *ZERO, "backend.stage=1"]
+    TWO["own-zero3"] = [*OWN_RUN, *ZERO, "backend.stage=3"]
     TWO["foreign-zero3"] = [*FOREIGN_RUN, *ZERO, "backend.stage=3"]
     TWO["text-zero3"] = [*TEXT, *ZERO, "backend.stage=3"]
     TWO["pictures-zero1"] = ["model=picture_net", "data=pictures", *SMALL[2:], *ZERO, "train.dtype=bf16"]

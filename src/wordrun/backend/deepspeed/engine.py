@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ class DeepSpeedBackend:
             compat.restore_after_deepspeed(undo, spec.world.rank)
             deepspeed.init_distributed(auto_mpi_discovery=False)  # finds the run's own group
             model = spec.make_model()
+            self.initial = ChainMap[str, Tensor]({}, spec.weights or {}, model.loaded_weights())  # type: ignore[arg-type]
+            """Initial weights by name; others are random."""
             shapes = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
             try:
                 if options.stage == 3:
@@ -95,11 +98,11 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def _fill(self, module: nn.Module, prefix: str, *, recurse: bool = True) -> None:
-        """Copy the spec's initial weights, if any, into ``module``."""
-        weights, at = self.spec.weights or {}, prefix.rstrip(".")
+        """Copy the initial weights, if any, into ``module``."""
+        at = prefix.rstrip(".")
         for name, tensor in [*module.named_parameters(at, recurse), *module.named_buffers(at, recurse)]:
-            if name in weights:
-                tensor.copy_(weights[name])
+            if name in self.initial:
+                tensor.copy_(self.initial[name])
 
     def _make_optimizer(self, model: Model, shapes: Mapping[str, tuple[torch.Size, bool]]) -> torch.optim.Optimizer:
         """Return the run's optimizer, built from stand-ins with full shapes, which sharded parameters lack.
