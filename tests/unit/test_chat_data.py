@@ -129,7 +129,7 @@ def test_special_tokens_in_what_a_user_wrote_stay_text(folder: Path) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_rejected(folder: Path) -> None:
     reasons = (PUBLISHED / "deepseekv3.jinja").read_text()  # a prompt ends with <think>, earlier turns have none
-    with pytest.raises(ConfigError, match=r"differently if the conversation goes on.*{% generation %}"):
+    with pytest.raises(ConfigError, match=r"differently when the conversation continues.*{% generation %}"):
         ChatTemplate(reasons, {}, []).turns(turns(*TALK))
     with pytest.raises(ConfigError, match="begins with an assistant's turn"):
         named(folder, "qwen2_5")[2].turns(turns((BOT, "hello"), *TALK))

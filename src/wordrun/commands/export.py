@@ -290,6 +290,7 @@ def write_checkpoint(folder: Path, saved: Saved, which: str = "model") -> None:
             "config": to_plain(saved.config),
             "backend": {"kind": "weights"},
             "files": files,
+            "shards": 0,  # with a checksum in their own header alone: ``files`` has those of all files
         },
     )
 
