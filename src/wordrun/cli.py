@@ -19,7 +19,8 @@ from typing import TextIO
 
 from wordrun import dist
 from wordrun.common import exit_reports, sigint, suggestions
-from wordrun.common.errors import MARK, ConfigError, nearest
+from wordrun.common.errors import MARK, ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.common.version import versions
 
 COMMANDS = {

@@ -21,7 +21,8 @@ from wordrun import model
 from wordrun.backend.options import DDPConfig, TPConfig
 from wordrun.commands.train import sweep_points
 from wordrun.common import suggestions
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.config import schema as config
 from wordrun.config.compose import Tree, as_yaml, compose, typed
 from wordrun.config.registry import KINDS, field_docs

@@ -382,15 +382,6 @@ def test_hooks_with_the_names_of_others_keep_their_own() -> None:
     assert list(hooks) == ["Log", "ema", "Log-2", "ema-2", "A", "A-2", "Last-2", "Last"]
 
 
-def test_the_state_of_version_0_1_has_the_name_of_the_class(small: Words, tmp_path: Path, seal: Any) -> None:
-    words = small(*STEPS, "hooks=[early_stop]")
-    train(words, tmp_path / "run")
-    folder = folders.all_in(tmp_path / "run")[0]
-    seal(folder.path, hooks={"EarlyStop": {"best": 0.5, "waited": 2}})
-    trainer = train([*words, f"train.resume={folder.path}"], tmp_path / "on")
-    assert trainer.hooks["early_stop"].state() == {"metric": "val_loss", "best": 0.5, "waited": 3}
-
-
 # Failures
 
 

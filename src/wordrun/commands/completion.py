@@ -14,7 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.errors import ConfigError, UserError, nearest
+from wordrun.common.errors import ConfigError, UserError
+from wordrun.common.suggestions import nearest
 from wordrun.config import project
 from wordrun.config.registry import documentation
 from wordrun.config.schema import SECTIONS, SEVERAL, schemas

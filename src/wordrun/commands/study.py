@@ -9,7 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from wordrun.common.errors import ConfigError, UserError, nearest, show
+from wordrun.common.errors import ConfigError, UserError, show
+from wordrun.common.suggestions import nearest
 
 STUDIES = {
     "scaling": ("wordrun.study.scaling", "throughput on 1, 2, 4, ... ranks or nodes, under several backends"),

@@ -28,8 +28,9 @@ from omegaconf import DictConfig
 
 from wordrun import dist
 from wordrun.common import log, sigint, suggestions
-from wordrun.common.errors import REQUEUE, ConfigError, UserError, first_line, nearest, show
+from wordrun.common.errors import REQUEUE, ConfigError, UserError, first_line, show
 from wordrun.common.run_dir import drop_ids_of_one_run
+from wordrun.common.suggestions import nearest
 from wordrun.common.version import __version__, versions
 from wordrun.config import project
 from wordrun.config.compose import Tree, compose, register, renamed, shown, to_config, typed

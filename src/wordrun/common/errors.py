@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.suggestions import VALUES
-
 # EX_TEMPFAIL in sysexits.h: the run stopped on request and can be resumed.
 REQUEUE = 75
 MARK = "wordrun"
@@ -152,18 +150,6 @@ def short_lines(message: str, width: int = 120) -> list[str]:
     lines = message.splitlines()
     divided = (line.replace("; ", "\n  ") if len(line) > width else line for line in lines)
     return [each for line in divided for each in line.split("\n")]
-
-
-def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
-    import difflib  # imported here to keep launch fast
-
-    names = list(known)
-    if (meant := VALUES.get(word.lower())) in names:
-        return f"; did you mean '{prefix}{meant}'?"
-    by_lower = {name.lower(): name for name in reversed(names)}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _OPTIONS = {
     "optimizer.learning_rate": "lr learningrate max_lr base_lr",
@@ -70,6 +70,18 @@ LAUNCH = {
 """Options of srun, sbatch, mpiexec and torchrun, and launch's for the same thing."""
 SEVERAL = ("tracker", "profiler", "hooks", "metrics")
 """Sections in which these names mean something else."""
+
+
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return "; did you mean 'x'?" for the known word closest to ``word``, or an empty string."""
+    import difflib  # imported here to keep launch fast
+
+    names = list(known)
+    if (meant := VALUES.get(word.lower())) in names:
+        return f"; did you mean '{prefix}{meant}'?"
+    by_lower = {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean '{prefix}{by_lower[close[0]]}'?" if close else ""
 
 
 def option(name: str, known: Sequence[str]) -> str:

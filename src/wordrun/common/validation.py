@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from wordrun.common.errors import nearest
+from wordrun.common.suggestions import nearest
 
 
 def positive(section: str, node: Any, *names: str) -> list[str]:

@@ -10,8 +10,9 @@ from dataclasses import fields
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from wordrun.common.errors import ConfigError, UserError, as_whole, nearest, show
+from wordrun.common.errors import ConfigError, UserError, as_whole, show
 from wordrun.common.section import Section, value_text
+from wordrun.common.suggestions import nearest
 from wordrun.common.validation import too_large
 from wordrun.config.registry import documentation
 

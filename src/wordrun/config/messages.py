@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from wordrun.common import suggestions
-from wordrun.common.errors import ConfigError, as_whole, first_line, listed, nearest
+from wordrun.common.errors import ConfigError, as_whole, first_line, listed
+from wordrun.common.suggestions import nearest
 from wordrun.config.registry import backends, parts
 from wordrun.config.schema import SECTIONS, SEVERAL, parts_in, schemas
 from wordrun.config.strings import as_typed

@@ -18,7 +18,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.errors import ConfigError, first_line, nearest
+from wordrun.common.errors import ConfigError, first_line
+from wordrun.common.suggestions import nearest
 
 GROUP = "wordrun"
 """The entry points of installed packages that name a module which registers parts."""

@@ -25,7 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.errors import ConfigError, PartError, UserError, first_line, nearest
+from wordrun.common.errors import ConfigError, PartError, UserError, first_line
+from wordrun.common.suggestions import nearest
 from wordrun.config import project
 
 KINDS: Mapping[str, str] = {

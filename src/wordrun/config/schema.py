@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from wordrun.backend.options import BackendConfig
-from wordrun.common.errors import ConfigError, UserError, nearest
+from wordrun.common.errors import ConfigError, UserError
 from wordrun.common.section import Freezable, Section, field_types, fits
+from wordrun.common.suggestions import nearest
 from wordrun.config.registry import Part, part_of, parts
 from wordrun.data.options import DataConfig, TextConfig
 from wordrun.data.tokenizers.options import CharTokenizerConfig, TokenizerConfig

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.launch import sweeps_and_studies
 from wordrun.launch.job import Job
 from wordrun.launch.options import Options

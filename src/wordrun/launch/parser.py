@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from wordrun.common.errors import ConfigError, nearest
-from wordrun.common.suggestions import LAUNCH
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import LAUNCH, nearest
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.options import Options
 from wordrun.launch.schedulers import SCHEDULERS

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.launch.launchers import LAUNCHERS
 from wordrun.launch.schedulers import SCHEDULERS
 from wordrun.launch.site import UNKNOWN, Site

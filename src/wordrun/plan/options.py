@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.common.validation import one_of, positive
 from wordrun.launch import site_files
 from wordrun.launch.site import Site

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.errors import ConfigError, UserError, first_line, nearest
+from wordrun.common.errors import ConfigError, UserError, first_line
+from wordrun.common.suggestions import nearest
 from wordrun.config.compose import compose
 from wordrun.config.registry import backends
 from wordrun.launch.request import Ranks

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from wordrun.common.errors import UserError, first_line, nearest
+from wordrun.common.errors import UserError, first_line
 from wordrun.common.log import LOGGER
+from wordrun.common.suggestions import nearest
 from wordrun.config.schema import as_dict
 from wordrun.track.base import BackgroundTracker, RunInfo
 from wordrun.track.metrics_jsonl import between

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from wordrun.backend.base import Backend
-from wordrun.common.errors import ConfigError, UserError, nearest, raise_all
+from wordrun.common.errors import ConfigError, UserError, raise_all
 from wordrun.common.log import FIRST_RANK, LOGGER
+from wordrun.common.suggestions import nearest
 from wordrun.config.registry import part_of, parts
 from wordrun.config.schema import Config
 from wordrun.model.base import Model

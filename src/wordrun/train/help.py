@@ -11,7 +11,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.config.arguments import describe, help_width
 from wordrun.config.registry import backends
 from wordrun.config.schema import SECTIONS, SEVERAL, Config, parts_in, schemas

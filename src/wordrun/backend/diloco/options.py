@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from wordrun.backend.options import BackendConfig, DDPConfig, FSDPConfig
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
 from wordrun.common.section import field_types, fits, value_text
+from wordrun.common.suggestions import nearest
 from wordrun.common.validation import above_zero, fractions, positive
 from wordrun.dist.mesh import Layout, resolve
 from wordrun.train.options import DTYPES

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from wordrun.common.errors import nearest
 from wordrun.common.section import Section
+from wordrun.common.suggestions import nearest
 from wordrun.common.validation import positive
 
 BUILT_FROM = ("sample", "characters")

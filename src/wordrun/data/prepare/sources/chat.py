@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
-from wordrun.common.errors import ConfigError, nearest
+from wordrun.common.errors import ConfigError
+from wordrun.common.suggestions import nearest
 from wordrun.data.chat_template import CHATML, ChatTemplate, TemplateRefusalError, template_of, template_source
 from wordrun.data.contents import ROWS
 from wordrun.data.prepare.sources.base import BadRowError, Document, WorkItem, required
