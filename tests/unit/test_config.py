@@ -259,7 +259,7 @@ def preset(name: str) -> TransformerConfig:
     options = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     schema, *_ = options.pop("defaults")
     part = schemas("model")[schema.removeprefix("/schema/model/").removesuffix("@_here_")]
-    made: TransformerConfig = part.options(**options)
+    made: TransformerConfig = part.options(**{key: value for key, value in options.items() if "${" not in str(value)})
     return made
 
 

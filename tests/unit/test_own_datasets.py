@@ -193,7 +193,7 @@ def test_a_run_over_random_examples_is_resumed_exactly(own: Config) -> None:
 
     with wordrun.Trainer(own) as trainer:
         trainer.train()
-    assert Path("whole/log.txt").read_text().count("data noisy: each example is read with a seed of its own, ") == 1
+    assert Path("whole/log.txt").read_text().count("data noisy: each example is read with its own seed, ") == 1
     own.run_dir, own.train.resume = "again", "whole/checkpoints/step-00000003"
     with wordrun.Trainer(own) as trainer:
         trainer.train()

@@ -317,7 +317,7 @@ class Idle(Net):
 
 
 def test_parameters_without_a_gradient_are_named_once(own: Any) -> None:
-    said = "model=net (mine/parts.py:3): aux.weight, aux.bias got no gradient in step 1, and a step does not change"
+    said = "model=net (mine/parts.py:3): aux.weight, aux.bias got no gradient in step 1, which leaves them unchanged"
     trained(own(Idle))
     assert [said in line for line in Path("run/log.txt").read_text().splitlines() if "gradient" in line] == [True]
     trained(own(Idle, "backend.find_unused_parameters=true", "hydra.run.dir=told"))

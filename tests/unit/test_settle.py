@@ -96,10 +96,10 @@ def test_the_options_of_a_run_cannot_be_changed(small: Words, tmp_path: Path) ->
             "trainer.cfg.model = None",
             "trainer.task.cfg.train.seed = 5",
         ):
-            with pytest.raises(AttributeError, match="these options are settled"):
+            with pytest.raises(AttributeError, match="has already been built with these options"):
                 exec(change)
         assert trainer.cfg.train.dtype == "fp32"
-        with pytest.raises(AttributeError, match="settled"):
+        with pytest.raises(AttributeError, match="has already been built with"):
             trainer.cfg.tracker["jsonl"].name = "other"
     cfg.train.max_iters = 5  # the caller's own
     assert replace(trainer.cfg.train, max_iters=7).max_iters == 7

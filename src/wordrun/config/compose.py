@@ -43,6 +43,7 @@ from wordrun.config.schema import (
 from wordrun.config.strings import as_typed
 from wordrun.data.tokenizers.options import TokenizerConfig
 from wordrun.model.options import ModelConfig
+from wordrun.train.optim.options import MuonConfig
 from wordrun.train.options import DTYPES, ScheduleConfig
 
 # Hydra's own settings that a run uses; others would be silently ignored.
@@ -248,6 +249,7 @@ def register() -> None:
         )
     OmegaConf.register_new_resolver("data_home", data_home, replace=True)
     OmegaConf.register_new_resolver("by_width", by_width, replace=True)
+    OmegaConf.register_new_resolver("with_muon", with_muon, replace=True)
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # once only: storing takes a seventh of the time of composing
         # The base class: Hydra merges the options of any tokenizer into it, but not into those of tokenizer=char.
@@ -265,6 +267,11 @@ def by_width(rate: float, otherwise: float, *, _root_: DictConfig) -> float:
     model = OmegaConf.to_object(_root_.model)
     factor = model.rate_factor() if isinstance(model, ModelConfig) else None
     return otherwise if factor is None else rate * factor
+
+
+def with_muon(*, _root_: DictConfig) -> bool:
+    """Return whether the optimizer is Muon."""
+    return issubclass(OmegaConf.get_type(_root_.optimizer), MuonConfig)
 
 
 def data_home() -> str:

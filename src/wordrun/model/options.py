@@ -386,7 +386,8 @@ class ModernConfig(LlamaConfig):
     """Normalize the embedding, the input of the first block."""
     zero_init: bool = True
     """Start with projections into the residual stream, and an untied output layer, of zeros; the output layer's lets
-    learning rates carry over to wider models (Yang et al. 2022)."""
+    learning rates carry over to wider models (Yang et al. 2022). model=modern: only with Muon, since AdamW then learns
+    much more slowly."""
     softcap: float = 0.0
     """Bound of the logits: z becomes softcap tanh(z / softcap); 0: none."""
     value_layers: list[int] = field(default_factory=list)
