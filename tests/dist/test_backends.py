@@ -43,7 +43,9 @@ MODELS = {
         model.head_size=12
     """),
     "modern": [
-        *shlex.split("model=modern optimizer=adamw schedule=cosine model.mlp=relu2 model.norm_weights=false"),
+        *shlex.split(
+            "model=modern optimizer=adamw model.zero_init=true schedule=cosine model.mlp=relu2 model.norm_weights=false"
+        ),
         *shlex.split("model.embed_norm=true model.softcap=15"),
         "model.n_hidden=40",
         "model.ngram_rows=[31,15]" if torch_private.tells_tables_apart() else "model.ngram_rows=[]",

@@ -44,7 +44,7 @@ def test_the_search_knows_options_commands_and_functions(website: Path) -> None:
     assert {"reference.html#backend-fsdp", "commands.html#launch", "commands.html#wordrun-plan"} <= places
     assert "api.html#wordrun.dist.setup.session" in places
     text = " ".join(entry["text"] for entry in found)
-    for option in ("--idle-timeout", "backend.prefetch", "plan.devices"):
+    for option in ("--idle-timeout", "backend.prefetch", "plan.ranks"):
         assert option in text, option
 
 

@@ -271,7 +271,8 @@ def by_width(rate: float, otherwise: float, *, _root_: DictConfig) -> float:
 
 def with_muon(*, _root_: DictConfig) -> bool:
     """Return whether the optimizer is Muon."""
-    return issubclass(OmegaConf.get_type(_root_.optimizer), MuonConfig)
+    options: Any = OmegaConf.get_type(_root_.optimizer)
+    return issubclass(options, MuonConfig)
 
 
 def data_home() -> str:
