@@ -763,6 +763,7 @@ def test_the_default_is_a_recipe_on_every_backend(backend: str, caplog: pytest.L
     cfg = compose([f"train.backend={backend}"], ranks=4)
     chosen = (cfg.model.name, cfg.optimizer.name, cfg.schedule.name, cfg.train.compile)
     assert chosen == ("modern", "adamw" if backend == "deepspeed" else "muon", "linear", "auto")
+    assert cfg.model.zero_init == (backend != "deepspeed")  # AdamW learns slowly from projections of zeros
     why = ["optimizer=adamw, because train.backend=deepspeed does not support optimizer=muon, the default"]
     assert caplog.messages == (why if backend == "deepspeed" else [])
 
