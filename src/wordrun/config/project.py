@@ -54,9 +54,14 @@ def here() -> Project:
         ConfigError: the file that declares it is not valid.
     """
     try:
-        return _project(Path.cwd())
+        project = _project(Path.cwd())
     except FileNotFoundError:  # the working directory has been removed
         return Project(Path("/"))
+    # `python -m wordrun` has the folder on sys.path; a console script has only its own folder.
+    for path in (str(project.folder / "src"), str(project.folder)) if project.source else ():
+        if os.path.isdir(path) and path not in sys.path:
+            sys.path.insert(0, path)
+    return project
 
 
 @cache
@@ -77,10 +82,6 @@ def _declared(folder: Path) -> Project | None:
         module = settings.get("module")
         if not (module is None or isinstance(module, str)):
             raise ConfigError(f"{source}: module={module} should be the name of a module, such as mypackage.parts")
-        # `python -m wordrun` has the folder on sys.path; a console script has only its own folder.
-        for path in (str(folder / "src"), str(folder)):
-            if os.path.isdir(path) and path not in sys.path:
-                sys.path.insert(0, path)
         return Project(folder, source, module)
     return None
 
