@@ -330,8 +330,8 @@ def examined(case: Case, folder: Path, limit: float = 240) -> list[str]:
     except RejectedError as error:
         raise RejectedError(f"alone: {error}") from None
     except RunError as error:
-        if " is NaN" in str(error):
-            raise RejectedError("alone: the loss is NaN") from None
+        if " is NaN" in str(error) or "non-finite gradients" in str(error):
+            raise RejectedError("alone: the loss diverges to NaN, or its gradients do") from None
         return [f"one process: {error}"]
     losses = [line["loss"] for line in one["lines"] if "loss" in line]
     if max(losses) > 1.5 * losses[0]:

@@ -194,7 +194,9 @@ with dist.guard(world):
             manifest = json.loads((folder / "manifest.json").read_text())
             load = lambda: trainer.backend.load(folder, manifest["backend"], ["rng.0"])
             convert = lambda: find(folder).weights()
-            load(), convert()
+            load()
+            for name, weight in convert().items():
+                assert weight.shape == dict(trainer.task.meta_model.weights())[name].shape, name
             del manifest["crc32"]
             messages = {}
             for file in sorted((folder / "engine").glob("*.pt")):
@@ -214,14 +216,14 @@ def test_a_hostile_file_of_the_engine_runs_nothing(ranks: Command) -> None:
     short = [*SMALL, *DEEPSPEED, "train.max_iters=1", "train.eval_interval=0", "train.global_batch_size=4"]
     runs = [
         ([*short, f"backend.stage={stage}", f"hydra.run.dir=run_{stage}"], trap, stage == 3)
-        for stage, trap in ((1, "Trap"), (3, "Attribute"))
+        for stage, trap in ((0, "Trap"), (1, "Trap"), (3, "Attribute"))
     ]
     Path("runs.json").write_text(json.dumps(runs))
     done = ranks(1, "script.py", "runs.json", under="fork", timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert [len(messages) for messages in found] == [3, 3]
-    for messages, code in zip(found, ("io.open", "getattr"), strict=True):
+    assert [len(messages) for messages in found] == [2, 3, 3]  # at stage 0 the model, and what the rank saves
+    for messages, code in zip(found, ("io.open", "io.open", "getattr"), strict=True):
         for name, said in messages.items():
             readers = said[:1] if name.startswith("rank-") else said  # its RNG states are not needed for the weights
             assert all(f"{name} cannot be read: it contains {code}, which is code" in each for each in readers), said

@@ -216,7 +216,11 @@ class DeepSpeedBackend:
             ) from None
         try:
             with compat.deepspeed_reads_data_only(folder / ENGINE):
-                state = convert(str(folder), tag=ENGINE)
+                if any((folder / ENGINE).glob("*_optim_states.pt")):
+                    state = convert(str(folder), tag=ENGINE)
+                else:  # of stage 0 in fp32: the weights are complete
+                    file = folder / ENGINE / "mp_rank_00_model_states.pt"
+                    state = torch.load(file, map_location="cpu", mmap=True)["module"]
             return {name: state[name] for name in names}
         except UserError:
             raise
